@@ -126,4 +126,5 @@ parsers!(
     checkpoint,
     manifest,
     train_spec,
+    job,
 );

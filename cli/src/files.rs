@@ -67,6 +67,7 @@ fn made_by(what: &str) -> &'static str {
         "table of runs" => {
             "expected comma-separated values with a header; docs/published.md lists the columns"
         }
+        "job" => jobs::JOBS_ARE,
         _ => crate::model::MODELS_ARE,
     }
 }

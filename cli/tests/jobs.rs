@@ -382,3 +382,111 @@ fn an_export_for_deepspeed_is_read_back_as_its_plan() {
         &more,
     ));
 }
+
+#[test]
+fn what_is_offloaded_is_counted_where_it_rests() {
+    let place = Place::new();
+    let json = |optimizer: &str| {
+        format!(
+            r#"{{"zero_optimization": {{"stage": 2{optimizer}}}, "train_micro_batch_size_per_gpu": 1, "bf16": {{"enabled": true}}}}"#
+        )
+    };
+    let import = |more: &[&str]| {
+        let args = [
+            "import-job",
+            "ds.json",
+            "--cluster",
+            "dgx-a100-40gb",
+            "--sequence",
+            "512",
+        ];
+        let set = [
+            "--no-search",
+            "--model",
+            "gpt2-xl",
+            "--set",
+            "gradient_checkpointing=true",
+        ];
+        let all: Vec<&str> = args.iter().chain(&set).chain(more).copied().collect();
+        place.run(&all).expect(0)
+    };
+    place.write("ds.json", json("").as_bytes());
+    let whole = import(&["--json"]).json();
+    let offload = r#", "offload_optimizer": {"device": "cpu"}"#;
+    place.write("ds.json", json(offload).as_bytes());
+    let moved = import(&["--json"]).json();
+    let bytes = |json: &Value, key: &str| json["memory"][key].as_u64().unwrap();
+    let gone = bytes(&whole, "peak_bytes") - bytes(&moved, "peak_bytes");
+    assert!(gone > 0);
+    assert_eq!(bytes(&whole, "host_bytes"), 0);
+    assert_eq!(
+        bytes(&moved, "host_bytes"),
+        8 * gone,
+        "eight processes on a host"
+    );
+    let said = flat(&import(&[]).out);
+    assert!(
+        said.contains("with what it offloads it fits, with"),
+        "{said}"
+    );
+    assert!(said.contains("in the memory of a host"), "{said}");
+    assert!(said.contains("which the cluster does not state"), "{said}");
+    assert!(said.contains("on the host"), "{said}");
+}
+
+#[test]
+fn a_model_of_the_hub_is_the_one_that_is_built_in() {
+    let place = Place::new();
+    place.write(
+        "ds.json",
+        br#"{"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": true}}"#,
+    );
+    let script = |model: &str| {
+        format!(
+            "deepspeed --num_gpus 8 train.py --deepspeed ds.json --max_seq_length 512 --model_name_or_path {model}\n"
+        )
+    };
+    let import = [
+        "import-job",
+        "train.sh",
+        "--cluster",
+        "dgx-h100",
+        "--no-search",
+    ];
+    place.write(
+        "train.sh",
+        script("meta-llama/Llama-3.2-1B-Instruct").as_bytes(),
+    );
+    let said = flat(&place.run(&import).expect(0).out);
+    assert!(said.contains("llama of 16 blocks, 2048 wide"), "{said}");
+    assert!(
+        said.contains("the model is llama-3.2-1b, as --model_name_or_path"),
+        "{said}"
+    );
+    place.write("train.sh", script("nobody/llama-3.2-1c").as_bytes());
+    place.run(&import).expect(3).says(&[
+        "nobody/llama-3.2-1c is none that is built in",
+        "did you mean --model llama-3.2-1b?",
+    ]);
+}
+
+#[test]
+fn recomputation_is_told_in_words() {
+    let place = place();
+    let some = SCRIPT.replace(
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "--recompute-granularity selective --recompute-modules core_attn layernorm",
+    );
+    assert_ne!(some, SCRIPT);
+    place.write("train.sh", some.as_bytes());
+    let said = import(&place, &["--no-search"]).expect(0).out;
+    let line = said.lines().find(|l| l.contains("recomputation ")).unwrap();
+    assert!(line.contains("attention and norms"), "{line}");
+    // What is no job says so.
+    place.write("empty.sh", b"");
+    let empty = ["import-job", "empty.sh", "--cluster", "dgx-h100"];
+    place
+        .run(&empty)
+        .expect(3)
+        .says(&["empty.sh", "a job is a script"]);
+}

@@ -31,6 +31,38 @@ impl Recomputed {
         }
     }
 
+    /// Describes it by what the ops do, without their names: `attention, norms and 2 matmuls`.
+    pub fn in_words(&self) -> String {
+        let Recomputed::Ops(ops) = self else {
+            return self.words();
+        };
+        let mut counts = [0u64; KINDS.len() + 1];
+        for op in ops {
+            let name = op.replace("{}.", "");
+            let is = |(_, names): &&(&str, &[&str])| names.iter().any(|n| is_named(&name, n));
+            let kind = KINDS.iter().position(|k| is(&k)).unwrap_or(KINDS.len());
+            counts[kind] += 1;
+        }
+        let named = KINDS.iter().zip(counts).filter(|(_, n)| *n > 0);
+        let mut words: Vec<String> = named
+            .map(|((what, _), n)| match *what {
+                "matmul" => ir::counted(n, "matmul"),
+                what => what.to_string(),
+            })
+            .collect();
+        if counts[KINDS.len()] > 0 {
+            words.push(match words.is_empty() {
+                true => "cheap ops".into(),
+                false => "other cheap ops".into(),
+            });
+        }
+        match words.split_last() {
+            Some((last, [])) => last.clone(),
+            Some((last, all)) => format!("{} and {last}", all.join(", ")),
+            None => "none".into(),
+        }
+    }
+
     /// Whether ops with one of these names (ends of paths) are recomputed; everything is in
     /// `Full`.
     pub(crate) fn has(&self, ends: &[&str]) -> bool {
@@ -39,6 +71,59 @@ impl Recomputed {
             Recomputed::Full => true,
             Recomputed::Ops(ops) => ops.iter().any(|op| ends.iter().any(|e| op.ends_with(e))),
         }
+    }
+}
+
+/// What ops of a block do, with their names or, before a star, how these begin; all others are cheap.
+const KINDS: [(&str, &[&str]); 4] = [
+    ("attention", &["attn.attend"]),
+    ("norms", &["ln_*", "norm_*", "attn.q_norm*", "attn.k_norm*"]),
+    (
+        "activation functions",
+        &[
+            "mlp.act",
+            "mlp.mul",
+            "mlp.gelu",
+            "moe.act",
+            "moe.mul",
+            "moe.shared.act",
+            "moe.shared.mul",
+        ],
+    ),
+    (
+        "matmul",
+        &[
+            "attn.q",
+            "attn.k",
+            "attn.v",
+            "attn.qkv",
+            "attn.out",
+            "attn.kv",
+            "attn.q_a",
+            "attn.q_b",
+            "attn.kv_a",
+            "attn.kv_b",
+            "mlp.gate",
+            "mlp.up",
+            "mlp.down",
+            "mlp.gate_up",
+            "mlp.fc",
+            "mlp.proj",
+            "moe.gate",
+            "moe.up",
+            "moe.down",
+            "moe.router",
+            "moe.shared.gate",
+            "moe.shared.up",
+            "moe.shared.down",
+        ],
+    ),
+];
+
+fn is_named(name: &str, pattern: &str) -> bool {
+    match pattern.strip_suffix('*') {
+        Some(start) => name.starts_with(start),
+        None => name == pattern,
     }
 }
 

@@ -1,7 +1,7 @@
 //! Arguments: names with values, from a command line or a log, and what of them was looked at.
 
 use crate::shell::{self, Gap};
-use crate::{JobError, MOST, Note, NoteKind, error};
+use crate::{JobError, MOST, Note, NoteKind, closest, error};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -45,6 +45,8 @@ pub(crate) struct Arguments {
     /// Gaps that stand where a name could stand.
     open: RefCell<BTreeSet<String>>,
     seen: RefCell<BTreeSet<String>>,
+    /// Names that were asked for, whether they are there or not: those that are known.
+    asked: RefCell<BTreeSet<String>>,
     /// Whether every argument that the software has is there, with its default.
     pub has_defaults: bool,
 }
@@ -97,6 +99,7 @@ impl Arguments {
             gaps: gaps.clone(),
             open: RefCell::new(open),
             seen: RefCell::default(),
+            asked: RefCell::default(),
             has_defaults: false,
         }
     }
@@ -119,6 +122,7 @@ impl Arguments {
             gaps: BTreeMap::new(),
             open: RefCell::default(),
             seen: RefCell::default(),
+            asked: RefCell::default(),
             has_defaults,
         }
     }
@@ -146,7 +150,13 @@ impl Arguments {
         names.iter().any(|n| self.all.contains_key(*n))
     }
 
+    /// Whether a switch is on, which does not count as looked at.
+    pub fn is_on(&self, name: &str) -> bool {
+        self.all.get(name).is_some_and(|a| !is_off(&a.values))
+    }
+
     fn look(&self, name: &str) -> Option<&Argument> {
+        self.asked.borrow_mut().insert(name.to_string());
         let found = self.all.get(name)?;
         self.seen.borrow_mut().insert(name.to_string());
         Some(found)
@@ -355,14 +365,38 @@ impl Arguments {
                     ));
                 }
             } else if !off {
-                notes.push(note(
-                    NoteKind::Unknown,
-                    "it is not known here, and was not looked at",
-                ));
+                let asked = self.asked.borrow();
+                let listed = not_modelled.iter().map(|(n, _)| *n);
+                let listed = listed.chain(neutral.iter().copied());
+                let known = asked.iter().map(String::as_str).chain(listed);
+                let whole = known.filter(|n| !n.ends_with('*') && !self.all.contains_key(*n));
+                let meant = closest(name, whole).map(|n| like(n, &argument.spelled));
+                notes.push(note(NoteKind::Unknown, &unknown(meant.as_deref())));
             }
         }
         notes
     }
+}
+
+/// Says that a name is not known, and which may have been meant.
+pub(crate) fn unknown(meant: Option<&str>) -> String {
+    match meant {
+        None => UNKNOWN.to_string(),
+        Some(meant) => format!("did you mean `{meant}`? {UNKNOWN}"),
+    }
+}
+
+/// Said of names that are not known.
+pub(crate) const UNKNOWN: &str = "it is not known here, and was not looked at";
+
+/// A name in the spelling of another: with its dashes at the front, and its underscores if it has some.
+fn like(name: &str, spelled: &str) -> String {
+    let dashes = if spelled.starts_with("--") { "--" } else { "" };
+    let name = match spelled.trim_start_matches('-').contains('_') || dashes.is_empty() {
+        true => name.replace('-', "_"),
+        false => name.to_string(),
+    };
+    format!("{dashes}{name}")
 }
 
 /// An error about a value that is not known.

@@ -6,9 +6,12 @@ mod keys;
 use crate::arguments::{Arguments, assumed};
 use crate::launch::World;
 use crate::megatron::given_count;
-use crate::{Given, Job, JobError, Model, Note, NoteKind, Reading, Recompute, Split, error};
+use crate::{
+    Given, Job, JobError, Model, Note, NoteKind, Offload, Reading, Recompute, Split, error,
+};
 use frameworks::{Framework, Recomputation};
 use ir::plan::ScheduleKind;
+use ir::program::Space;
 use ir::{Optimizer, Precision};
 use keys::Keys;
 use serde_json::{Map, Value};
@@ -108,7 +111,7 @@ pub(crate) fn read(
     let all = match keys.at("train_batch_size") {
         // With two of the three the third follows.
         Some(Value::String(s))
-            if s == "auto" && !given.variables.contains_key("train_batch_size") =>
+            if s == "auto" && given.variables.get("train_batch_size").is_none() =>
         {
             None
         }
@@ -152,17 +155,15 @@ pub(crate) fn read(
         match (keys.at(key), trainer) {
             (Some(Value::Bool(on)), _) => Ok(*on),
             (Some(Value::String(s)), Some(trainer)) if s == "auto" => Ok(trainer.switch(name)),
-            (Some(Value::String(s)), None) if s == "auto" => {
-                match given.variables.get(name).map(String::as_str) {
-                    Some("true" | "True" | "1") => Ok(true),
-                    Some("false" | "False" | "0") => Ok(false),
-                    _ => Err(keys.wrong(
-                        key,
-                        format!("`{key}` is auto, which only the trainer's arguments decide"),
-                        format!("give it as --set {name}=true or --set {name}=false"),
-                    )),
-                }
-            }
+            (Some(Value::String(s)), None) if s == "auto" => match given.variables.get(name) {
+                Some("true" | "True" | "1") => Ok(true),
+                Some("false" | "False" | "0") => Ok(false),
+                _ => Err(keys.wrong(
+                    key,
+                    format!("`{key}` is auto, which only the trainer's arguments decide"),
+                    format!("give it as --set {name}=true or --set {name}=false"),
+                )),
+            },
             _ => Ok(false),
         }
     };
@@ -176,10 +177,7 @@ pub(crate) fn read(
     };
     let zero = stage(&keys)?;
     let checkpoints = trainer.is_some_and(|t| t.switch("gradient-checkpointing"));
-    let set = given
-        .variables
-        .get("gradient_checkpointing")
-        .map(String::as_str);
+    let set = given.variables.get("gradient_checkpointing");
     let recompute = match (set, checkpoints) {
         (Some("true" | "full" | "1"), _) | (None, true) => Recomputation::Full,
         _ => Recomputation::None,
@@ -257,7 +255,7 @@ pub(crate) fn read(
             version: None,
             options: Vec::new(),
             usual: vec![ATTENTION.to_string()],
-            model: Model::NotStated("a DeepSpeed file does not say its model".into()),
+            model: model(trainer)?,
             vocab_multiple: 1,
             world: beside.world,
             sequence,
@@ -275,6 +273,7 @@ pub(crate) fn read(
             zero,
             sequence_parallel: false,
             recompute: Recompute::All(recompute),
+            offload: offload(&keys, zero),
             precision,
             optimizer,
             clip_norm: clip,
@@ -284,6 +283,55 @@ pub(crate) fn read(
         notes,
         measured: None,
     })
+}
+
+/// Arguments by which scripts of Hugging Face's Trainer name their model.
+const MODEL_NAMES: [&str; 5] = [
+    "model-name-or-path",
+    "model-name",
+    "model-id",
+    "base-model",
+    "pretrained-model-name-or-path",
+];
+
+/// The model that the script's arguments name.
+fn model(trainer: Option<&Arguments>) -> Result<Model, JobError> {
+    for argument in MODEL_NAMES {
+        if let Some(name) = trainer.map_or(Ok(None), |t| t.text(argument))? {
+            return Ok(Model::Named {
+                name: name.to_string(),
+                argument: trainer.map_or(String::new(), |t| t.spelled(argument)),
+            });
+        }
+    }
+    Ok(Model::NotStated(
+        "a DeepSpeed file does not say its model".into(),
+    ))
+}
+
+/// What the file moves to hosts or disks. Gradients go with the states that they update from level 2
+/// on, where a rank has its part of them alone (`runtime/zero/stage_1_and_2.py`, `stage3.py`).
+fn offload(keys: &Keys<'_>, zero: u8) -> Offload {
+    let device = |key: &str| {
+        let settings = keys.peek(&format!("zero_optimization.{key}"))?;
+        match settings.get("device")?.as_str()? {
+            "cpu" => Some(Space::Host),
+            "nvme" => Some(Space::File),
+            _ => None,
+        }
+    };
+    let is_on =
+        |key: &str| keys.peek(&format!("zero_optimization.{key}")) == Some(&Value::Bool(true));
+    let old = |key: &str| is_on(key).then_some(Space::Host);
+    let optimizer = device("offload_optimizer").or(old("cpu_offload"));
+    let optimizer = optimizer.filter(|_| zero > 0);
+    let parameters = device("offload_param").or(old("cpu_offload_params"));
+    Offload {
+        optimizer,
+        // Of states on disks they wait in the host's memory.
+        gradients: optimizer.filter(|_| zero > 1).map(|_| Space::Host),
+        parameters: parameters.filter(|_| zero == 3),
+    }
 }
 
 /// Arguments of Hugging Face's Trainer that change nothing of a step.

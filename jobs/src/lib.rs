@@ -12,22 +12,28 @@
 //! * `launch`: which command starts the training, and on how many devices.
 //! * `arguments`: names with values, whatever file they are from.
 //! * `megatron`, `deepspeed`, `torchtitan`: what those mean to the software.
+//! * `variables`: what a user sets beside the file; `likeness`: names that may have been meant.
 //! * `measured`: step times and memory of logs and profiler traces.
 
 mod arguments;
 mod arithmetic;
 mod deepspeed;
 mod launch;
+mod likeness;
 pub mod measured;
 mod megatron;
 mod shell;
 mod torchtitan;
+mod variables;
 
 pub use launch::World;
+pub use likeness::closest;
 pub use measured::Measured;
+pub use variables::Variables;
 
 use frameworks::{Framework, Recomputation};
 use ir::plan::ScheduleKind;
+use ir::program::Space;
 use ir::{Optimizer, Precision};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -82,6 +88,8 @@ pub struct Job {
     pub sequence_parallel: bool,
     /// The recomputation of blocks.
     pub recompute: Recompute,
+    /// Tensors that rest in other memories than the device's.
+    pub offload: Offload,
     /// Precision of compute.
     pub precision: Precision,
     /// The optimizer.
@@ -108,8 +116,26 @@ pub enum Model {
     Config(serde_json::Value),
     /// One that is built in, by its name.
     BuiltIn(String),
+    /// One of the Hugging Face hub or a folder, and the argument that names it.
+    Named {
+        /// Its name: `meta-llama/Llama-3.1-8B`.
+        name: String,
+        /// The argument.
+        argument: String,
+    },
     /// The file does not say, for this reason.
     NotStated(String),
+}
+
+/// The memories of what rests elsewhere than on the device; none of what does not.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Offload {
+    /// Optimizer states, with the parameters that they update.
+    pub optimizer: Option<Space>,
+    /// Gradients, summed over microbatches.
+    pub gradients: Option<Space>,
+    /// Parameters as kernels read them, between their uses.
+    pub parameters: Option<Space>,
 }
 
 /// How stages divide the layers.
@@ -171,6 +197,14 @@ pub struct Note {
     pub words: String,
 }
 
+impl Note {
+    /// The name, in backquotes, that may have been meant by one that is not known.
+    pub fn meant(&self) -> Option<&str> {
+        let (_, behind) = self.words.split_once("did you mean ")?;
+        behind.split('?').next()
+    }
+}
+
 /// Kinds of notes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -220,7 +254,7 @@ pub struct JobError {
 #[derive(Clone, Debug, Default)]
 pub struct Given {
     /// Values of variables, and of what a file leaves open.
-    pub variables: BTreeMap<String, String>,
+    pub variables: Variables,
     /// Tokens of a sample.
     pub sequence: Option<u64>,
     /// Whether the model is given.
@@ -236,6 +270,18 @@ pub type Open<'a> = &'a dyn Fn(&str) -> Result<String, String>;
 /// Where the file is none of the known forms, or says something that cannot be read or does not go
 /// together: with the line and the way out.
 pub fn read(file: &str, text: &str, given: &Given, open: Open<'_>) -> Result<Reading, JobError> {
+    if text.trim().is_empty() {
+        return Err(error(
+            file,
+            None,
+            "the file is empty, so there is no job in it",
+            JOBS_ARE,
+        ));
+    }
+    if is_document(file) {
+        let what = "it is a document, and no job";
+        return Err(error(file, None, what, JOBS_ARE));
+    }
     let mut reading = match form(file, text) {
         Form::DeepSpeed => deepspeed::read(file, text, given, &deepspeed::Beside::default()),
         Form::TorchTitan => torchtitan::read(file, text, given, &torchtitan::Beside::default()),
@@ -244,8 +290,19 @@ pub fn read(file: &str, text: &str, given: &Given, open: Open<'_>) -> Result<Rea
     }?;
     reading.files.insert(0, file.to_string());
     reading.files.dedup();
+    reading.notes.extend(given.variables.unused());
     reading.notes.sort_by_key(|n| n.kind);
     Ok(reading)
+}
+
+/// The accepted files.
+pub const JOBS_ARE: &str = "a job is a script with torchrun, srun, deepspeed or python and a training script, an argument list or a log of Megatron-LM, a DeepSpeed JSON or a torchtitan TOML";
+
+/// Whether a file is one to be read by people, by its ending.
+fn is_document(file: &str) -> bool {
+    let name = file.to_lowercase();
+    let endings = [".md", ".rst", ".html", ".htm", ".tex", ".pdf", ".docx"];
+    endings.iter().any(|ending| name.ends_with(ending))
 }
 
 /// Forms of files.

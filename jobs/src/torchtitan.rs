@@ -1,13 +1,19 @@
 //! torchtitan's TOML, as `torchtitan/config/job_config.py` has it at v0.2.2, the last version that reads
 //! TOML files.
+//!
+//! * `keys`: their places, and those that are not read; `stages`: data ranks, stages and schedules.
 
-use crate::arguments::{Argument, Arguments, assumed};
+mod keys;
+mod stages;
+
+use crate::arguments::{Arguments, assumed};
 use crate::launch::World;
-use crate::{Given, Job, JobError, Model, Note, NoteKind, Reading, Recompute, Split, error};
+use crate::{Given, Job, JobError, Model, Note, NoteKind, Offload, Reading, Recompute, error};
 use frameworks::{Framework, Recomputation};
-use ir::plan::ScheduleKind;
+use ir::program::Space;
 use ir::{Optimizer, Precision};
-use std::collections::BTreeMap;
+use keys::toml_name;
+use stages::{data_ranks, schedule, stages};
 
 /// Files and settings beside this one.
 #[derive(Default)]
@@ -17,123 +23,6 @@ pub(crate) struct Beside {
     /// Arguments of the command line, which count before the file's.
     pub overrides: Option<Arguments>,
 }
-
-/// Keys that change time or memory, and what they do.
-const NOT_MODELLED: &[(&str, &str)] = &[
-    (
-        "training.enable-cpu-offload",
-        "parameters, gradients and states rest on the host: less memory, and traffic",
-    ),
-    ("training.dtype", "the type of parameters and states"),
-    (
-        "training.mixed-precision-reduce",
-        "the type in which gradients travel; figures are of f32",
-    ),
-    ("training.gc-*", "how often Python collects garbage"),
-    (
-        "parallelism.enable-compiled-autograd",
-        "the backward pass is compiled as one graph",
-    ),
-    (
-        "parallelism.disable-loss-parallel",
-        "logits are gathered over tensor ranks for the loss",
-    ),
-    (
-        "parallelism.pipeline-parallel-expert-parallel-overlap",
-        "tokens travel beside another microbatch's passes",
-    ),
-    (
-        "parallelism.expert-parallel-comm-backend",
-        "how tokens travel to experts",
-    ),
-    (
-        "parallelism.pipeline-parallel-schedule-csv",
-        "an order of passes of the user's own",
-    ),
-    ("parallelism.fsdp-*", "how parameters are gathered"),
-    (
-        "activation-checkpoint.per-op-sac-*",
-        "which matmuls are kept",
-    ),
-    (
-        "activation-checkpoint.early-stop",
-        "recomputation ends with the last value that is needed",
-    ),
-    (
-        "activation-checkpoint.memory-budget",
-        "the compiler chooses what is recomputed",
-    ),
-    (
-        "activation-checkpoint.visualize-*",
-        "a picture of what the compiler chose",
-    ),
-    (
-        "activation-checkpoint.preserve-rng-state",
-        "states of random numbers are kept",
-    ),
-    (
-        "activation-checkpoint.determinism-check",
-        "recomputed values are compared",
-    ),
-    (
-        "activation-checkpoint.debug",
-        "recomputed values are compared",
-    ),
-    ("compile.backend", "which compiler"),
-    (
-        "quantize.*",
-        "another number format than those that are read",
-    ),
-    ("model.converters", "changes of the model"),
-    ("float8.*", "how operands are scaled"),
-    ("mx.*", "how operands are scaled"),
-    (
-        "optimizer.implementation",
-        "how the update is made; figures are of a fused one",
-    ),
-    (
-        "optimizer.early-step-in-backward",
-        "updates begin in the backward pass: less memory",
-    ),
-    (
-        "fault-tolerance.*",
-        "replicas that may fail, which send gradients otherwise",
-    ),
-    ("experimental.*", "features that no published run shows"),
-    (
-        "memory-estimation.*",
-        "no training, but an estimate of its memory",
-    ),
-    ("comm.*", "limits of time, and a trace of collectives"),
-    ("debug.deterministic*", "slower kernels with equal results"),
-    (
-        "debug.batch-invariant*",
-        "slower kernels with equal results",
-    ),
-];
-
-/// Keys that change nothing of a step.
-const NO_EFFECT: &[&str] = &[
-    "job.*",
-    "profiling.*",
-    "metrics.*",
-    "checkpoint.*",
-    "lr-scheduler.*",
-    "validation.*",
-    "debug.seed",
-    "debug.moe-force-load-balance",
-    "training.steps",
-    "training.dataset*",
-    "training.seed",
-    "training.max-norm",
-    "training.debug-moe-force-load-balance",
-    "optimizer.lr",
-    "model.hf-assets-path",
-    "model.tokenizer-path",
-    "model.print-after-conversion",
-    "experimental.custom-import",
-    "experimental.custom-args-module",
-];
 
 /// Reads a configuration.
 pub(crate) fn read(
@@ -152,7 +41,7 @@ pub(crate) fn read(
             "the file is no TOML: correct it there",
         )
     })?;
-    let args = arguments(file, text, &table, beside.overrides.as_ref());
+    let args = keys::arguments(file, text, &table, beside.overrides.as_ref());
     let sections = ["training", "parallelism", "model", "job"];
     if !sections.iter().any(|s| table.contains_key(*s)) {
         return Err(error(
@@ -334,15 +223,14 @@ pub(crate) fn read(
         zero,
         sequence_parallel: tensor > 1,
         recompute,
+        offload: offload(&args),
         precision,
         optimizer,
         clip_norm: (clip_norm > 0.0 && clip_norm < 1e29).then_some(clip_norm),
         dropout: 0.0,
     };
-    notes.extend(args.rest(NOT_MODELLED, NO_EFFECT).into_iter().map(|mut n| {
-        n.name = toml_name(&n.name);
-        n
-    }));
+    let converters = args.text("model.converters")?.unwrap_or_default();
+    notes.extend(keys::rest(&args, converters));
     let settings = args
         .settings()
         .into_iter()
@@ -358,179 +246,15 @@ pub(crate) fn read(
     })
 }
 
-fn toml_name(name: &str) -> String {
-    name.trim_start_matches("--").replace('-', "_")
-}
-
-/// The keys of the file, `section.key`, with what the command line puts in their place.
-fn arguments(
-    file: &str,
-    text: &str,
-    table: &toml::Table,
-    overrides: Option<&Arguments>,
-) -> Arguments {
-    let mut section = String::new();
-    let mut lines: BTreeMap<String, usize> = BTreeMap::new();
-    for (i, line) in text.lines().enumerate() {
-        let line = line.trim();
-        if let Some(name) = line.strip_prefix('[').and_then(|l| l.split(']').next()) {
-            section = name.trim().to_string();
-        } else if let Some((key, _)) = line.split_once('=') {
-            lines
-                .entry(format!("{section}.{}", key.trim()))
-                .or_insert(i + 1);
-        }
-    }
-    let mut all = BTreeMap::new();
-    flatten("", table, &mut all);
-    let mut values: Vec<(String, Argument)> = Vec::new();
-    for (key, text) in all {
-        let argument = Argument {
-            line: lines.get(&key).copied(),
-            spelled: key.clone(),
-            values: vec![text],
-        };
-        values.push((key.replace('_', "-"), argument));
-    }
-    for (key, argument) in overrides.into_iter().flat_map(Arguments::with_dots) {
-        if key != "job.config-file" {
-            values.push((key, argument));
-        }
-    }
-    Arguments::of_values(file, values, false)
-}
-
-/// Values by their paths; lists of lists as `a b|c d`.
-fn flatten(path: &str, table: &toml::Table, out: &mut BTreeMap<String, String>) {
-    for (key, value) in table {
-        let own = match path {
-            "" => key.clone(),
-            path => format!("{path}.{key}"),
-        };
-        let text = match value {
-            toml::Value::Table(inner) => {
-                flatten(&own, inner, out);
-                continue;
-            }
-            toml::Value::String(s) => s.clone(),
-            toml::Value::Boolean(b) => if *b { "True" } else { "False" }.into(),
-            toml::Value::Array(items) => {
-                let one = |v: &toml::Value| match v {
-                    toml::Value::String(s) => s.clone(),
-                    toml::Value::Array(inner) => {
-                        let words = inner.iter().filter_map(|v| v.as_str());
-                        words.collect::<Vec<_>>().join(" ")
-                    }
-                    other => other.to_string(),
-                };
-                items.iter().map(one).collect::<Vec<_>>().join("|")
-            }
-            other => other.to_string(),
-        };
-        out.insert(own, text);
-    }
-}
-
-fn data_ranks(
-    args: &Arguments,
-    world: &World,
-    [tensor, context, pipeline, copies, shard]: [u32; 5],
-) -> Result<Option<u32>, JobError> {
-    let product = |all: &[u32]| all.iter().try_fold(1u32, |a, n| a.checked_mul(*n));
-    let wrong = |problem: String| {
-        args.wrong(
-            "parallelism.data-parallel-shard-degree",
-            problem,
-            "torchtitan refuses it, too: change the degrees, or the number of devices",
-        )
-    };
-    let inside = product(&[tensor, context, pipeline, copies]);
-    let inside = inside.ok_or_else(|| wrong("the degrees are more ranks than there are".into()))?;
-    match (world.devices(), shard) {
-        (None, 0) => Ok(None),
-        (None, n) => product(&[copies, n])
-            .map(Some)
-            .ok_or_else(|| wrong("the degrees are more ranks than there are".into())),
-        (Some(n), 0) if n.is_multiple_of(inside) && n >= inside => Ok(Some(n / inside * copies)),
-        (Some(n), shard) if shard > 0 && inside.checked_mul(shard) == Some(n) => {
-            Ok(Some(copies * shard))
-        }
-        (Some(n), _) => Err(wrong(format!(
-            "{copies} replicate x {} shard x {context} context x {tensor} tensor x {pipeline} pipeline ranks are not {n} devices",
-            if shard == 0 {
-                "any number of".to_string()
-            } else {
-                shard.to_string()
-            }
-        ))),
-    }
-}
-
-/// Stages on each mesh, where the file says it, and how stages divide the layers.
-fn stages(args: &Arguments, pipeline: u32) -> Result<(Option<u32>, Split), JobError> {
-    let listed = args
-        .text("parallelism.module-fqns-per-model-part")?
-        .map(String::from);
-    let each = args.count("parallelism.pipeline-parallel-layers-per-stage")?;
-    let first = args
-        .text("parallelism.pipeline-parallel-first-stage-less-layers")?
-        .is_some();
-    let last = args
-        .text("parallelism.pipeline-parallel-last-stage-less-layers")?
-        .is_some();
-    if pipeline == 1 {
-        return Ok((None, Split::Own));
-    }
-    if let Some(listed) = listed {
-        let counts: Vec<u64> = listed
-            .split('|')
-            .map(|stage| {
-                let is_layer =
-                    |w: &&str| w.starts_with("layers.") || *w == "tok_embeddings" || *w == "output";
-                stage.split(' ').filter(is_layer).count() as u64
-            })
-            .collect();
-        let n = counts.len() as u32;
-        if !n.is_multiple_of(pipeline) {
-            return Err(args.wrong(
-                "parallelism.module-fqns-per-model-part",
-                format!("{n} parts are not shared evenly by {pipeline} pipeline ranks"),
-                "correct it in the file",
-            ));
-        }
-        return Ok((Some(n / pipeline), Split::Counts(counts)));
-    }
-    if each.is_some() || first || last {
-        return Err(args.wrong(
-            "parallelism.pipeline-parallel-layers-per-stage",
-            "the layers of stages are given by their number, which is not modelled",
-            "write the stages out with module_fqns_per_model_part",
-        ));
-    }
-    Ok((None, Split::Own))
-}
-
-fn schedule(
-    args: &Arguments,
-    pipeline: u32,
-    chunks: Option<u32>,
-) -> Result<(ScheduleKind, u32), JobError> {
-    let key = "parallelism.pipeline-parallel-schedule";
-    let name = args.text(key)?.unwrap_or("1F1B").to_string();
-    if pipeline == 1 {
-        return Ok((ScheduleKind::OneFOneB, 1));
-    }
-    match name.to_lowercase().as_str() {
-        "1f1b" => Ok((ScheduleKind::OneFOneB, chunks.unwrap_or(1))),
-        "gpipe" => Ok((ScheduleKind::GPipe, 1)),
-        // Two stages on each rank are its default.
-        "interleaved1f1b" => Ok((ScheduleKind::OneFOneB, chunks.unwrap_or(2))),
-        "zbvzerobubble" => Ok((ScheduleKind::ZbV, 1)),
-        _ => Err(args.wrong(
-            key,
-            format!("the schedule `{name}` is not modelled"),
-            "modelled are 1F1B, GPipe, Interleaved1F1B and ZBVZeroBubble: import a copy of the file with one of them",
-        )),
+/// What FSDP moves to the hosts: all that it splits (`CPUOffloadPolicy`).
+fn offload(args: &Arguments) -> Offload {
+    let host = args
+        .is_on("training.enable-cpu-offload")
+        .then_some(Space::Host);
+    Offload {
+        optimizer: host,
+        gradients: host,
+        parameters: host,
     }
 }
 

@@ -496,3 +496,131 @@ proptest! {
         job("x.sh", &format!("torchrun pretrain_gpt.py {text}"), &[]).ok();
     }
 }
+
+fn unknown<'a>(reading: &'a Reading, name: &str) -> &'a jobs::Note {
+    let found = reading.notes.iter().find(|n| n.name == name);
+    found.unwrap_or_else(|| panic!("{name} is not among {:?}", reading.notes))
+}
+
+#[test]
+fn offload_says_where_states_rest() {
+    use ir::program::Space;
+    let with = |zero: &str| {
+        let text =
+            format!(r#"{{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {zero}}}"#);
+        let reading = job("ds.json", &text, &[]).unwrap();
+        let o = reading.job.offload;
+        (o.optimizer, o.gradients, o.parameters)
+    };
+    let host = Some(Space::Host);
+    let optimizer = r#""offload_optimizer": {"device": "cpu"}"#;
+    assert_eq!(
+        with(&format!(r#"{{"stage": 2, {optimizer}}}"#)),
+        (host, host, None)
+    );
+    assert_eq!(
+        with(&format!(r#"{{"stage": 1, {optimizer}}}"#)),
+        (host, None, None)
+    );
+    let parameters = r#""offload_param": {"device": "nvme"}"#;
+    let both = format!(r#"{{"stage": 3, {optimizer}, {parameters}}}"#);
+    assert_eq!(with(&both), (host, host, Some(Space::File)));
+    // Parameters are whole below level 3, and stay where they are.
+    assert_eq!(
+        with(&format!(r#"{{"stage": 2, {parameters}}}"#)),
+        (None, None, None)
+    );
+    assert_eq!(
+        with(r#"{"stage": 2, "offload_optimizer": {"device": "none"}}"#),
+        (None, None, None)
+    );
+    let titan = TITAN.replace("[training]", "[training]\nenable_cpu_offload = true");
+    let reading = job("t.toml", &titan, &[]).unwrap();
+    assert_eq!(reading.job.offload.optimizer, host);
+}
+
+#[test]
+fn a_setting_that_nothing_uses_is_told() {
+    let reading = job("train.sh", SCRIPT, &[("NNODES", "2"), ("NNODE", "4")]).unwrap();
+    let note = unknown(&reading, "--set NNODE");
+    assert_eq!(
+        note.words,
+        "nothing in the job uses it; did you mean `NNODES`?"
+    );
+    assert!(!reading.notes.iter().any(|n| n.name == "--set NNODES"));
+    let reading = job("ds.json", DEEPSPEED, &[("gradient_checkpoint", "true")]).unwrap();
+    let note = unknown(&reading, "--set gradient_checkpoint");
+    assert_eq!(note.meant(), Some("`gradient_checkpointing`"));
+}
+
+#[test]
+fn slips_of_names_have_a_suggestion_and_their_place() {
+    let script = SLURM.replace("--sequence-parallel", "--seqence-parallel");
+    assert_ne!(script, SLURM);
+    let reading = job("job.sbatch", &script, &[]).unwrap();
+    let note = unknown(&reading, "--seqence-parallel");
+    assert_eq!(note.meant(), Some("`--sequence-parallel`"));
+    assert!(note.line.is_some());
+
+    let text = "{\n\"train_micro_batch_size_per_gpu\": 1,\n\"zero_optimization\": {\"stage\": 2,\n\"reduce_bucket\": 5,\n\"overlap_com\": true},\n\"mine\": {\"deep\": {\n\"stage\": 1}},\n\"empty\": {}\n}";
+    let reading = job("ds.json", text, &[]).unwrap();
+    let place = |name: &str| unknown(&reading, name).line;
+    assert_eq!(place("zero_optimization.overlap_com"), Some(5));
+    assert_eq!(place("mine.deep.stage"), Some(7));
+    assert_eq!(place("empty"), Some(8));
+    let meant = unknown(&reading, "zero_optimization.overlap_com").meant();
+    assert_eq!(meant, Some("`zero_optimization.overlap_comm`"));
+
+    let titan = format!("{TITAN}\n[mine]\nsteps = 3\n[other]\n");
+    let line = titan.lines().position(|l| l == "steps = 3").unwrap() + 1;
+    let titan = titan.replace("tensor_parallel_degree", "tensor_paralel_degree");
+    let reading = job("t.toml", &titan, &[]).unwrap();
+    assert_eq!(unknown(&reading, "mine.steps").line, Some(line));
+    unknown(&reading, "other");
+    let note = unknown(&reading, "parallelism.tensor_paralel_degree");
+    assert_eq!(note.meant(), Some("`parallelism.tensor_parallel_degree`"));
+}
+
+#[test]
+fn a_model_of_the_trainers_arguments_is_the_jobs() {
+    let script = "deepspeed --num_gpus 8 train.py --deepspeed ds.json --model_name_or_path meta-llama/Llama-3.1-8B\n";
+    let open = |_: &str| Ok(DEEPSPEED.to_string());
+    let reading = read("train.sh", script, &Given::default(), &open).unwrap();
+    let named = Model::Named {
+        name: "meta-llama/Llama-3.1-8B".into(),
+        argument: "--model_name_or_path".into(),
+    };
+    assert_eq!(reading.job.model, named);
+}
+
+#[test]
+fn formats_that_are_switched_off_are_no_part_of_the_job() {
+    let off = "\n[float8]\nenabled = false\nenable_fsdp_float8_all_gather = true\n[fault_tolerance]\nenable = false\n";
+    let reading = job("t.toml", &format!("{TITAN}{off}"), &[]).unwrap();
+    let open = names(&reading, NoteKind::NotModelled);
+    let of_format = |n: &&str| n.starts_with("float8.") || n.starts_with("fault");
+    assert!(!open.iter().any(of_format), "{open:?}");
+    let on = format!("{TITAN}{off}").replace("[model]", "[model]\nconverters = [\"float8\"]");
+    let reading = job("t.toml", &on, &[]).unwrap();
+    let open = names(&reading, NoteKind::NotModelled);
+    assert!(
+        open.contains(&"float8.enable_fsdp_float8_all_gather"),
+        "{open:?}"
+    );
+}
+
+#[test]
+fn files_that_are_no_jobs_are_told_so() {
+    for (file, text, what) in [
+        ("empty.sh", " \n\n", "the file is empty"),
+        (
+            "README.md",
+            "# A model's notes (unclosed\n",
+            "it is a document",
+        ),
+    ] {
+        let e = job(file, text, &[]).unwrap_err();
+        assert!(e.problem.contains(what), "{e}");
+        assert!(e.help.starts_with("a job is a script with"), "{}", e.help);
+    }
+}

@@ -13,11 +13,10 @@ use crate::report::account::Accounted;
 use crate::{files, outputs};
 use changes::Changes;
 use frameworks::Framework;
-use jobs::{Given, JobError, Reading};
+use jobs::{Given, JobError, Reading, Variables};
 use measurement::Recalibration;
 use request::{Priced, Request};
 use serde::Serialize;
-use std::collections::BTreeMap;
 use std::path::Path;
 
 /// A job is the best of its kind where nothing is faster by more than this share.
@@ -159,7 +158,7 @@ fn refused(e: JobError, name: &str, text: &str) -> Failure {
 }
 
 /// Reads `--set NAME=VALUE`.
-fn settings(texts: &[String]) -> Result<BTreeMap<String, String>, Failure> {
+fn settings(texts: &[String]) -> Result<Variables, Failure> {
     let one = |text: &String| {
         let found = text.split_once('=').filter(|(name, _)| !name.is_empty());
         let (name, value) = found.ok_or_else(|| {

@@ -181,12 +181,20 @@ impl Names {
 
 /// How states lie over the ranks that split samples, and the name of the knob.
 fn sharding(framework: Framework, d: &Degrees) -> (String, &'static str) {
-    let over = match d.sharded < d.data && d.zero > 0 {
-        true => format!(
-            " over {} of the {} data ranks, with copies",
-            d.sharded, d.data
+    let over = match (d.zero > 0, d.context) {
+        (true, 1) if d.has_copies() => {
+            format!(
+                " over {} of the {} data ranks, with copies",
+                d.sharded, d.data
+            )
+        }
+        (true, 2..) if d.has_copies() => format!(
+            " over {} of the {} data x context ranks, with copies",
+            d.shards(),
+            d.data * d.context
         ),
-        false => String::new(),
+        (true, 2..) => format!(" over the {} data x context ranks", d.shards()),
+        _ => String::new(),
     };
     let level = format!("ZeRO-{}{over}", d.zero);
     let (words, name) = match (framework, d.zero) {
@@ -229,7 +237,7 @@ fn sharding(framework: Framework, d: &Degrees) -> (String, &'static str) {
 
 /// What blocks recompute, where they all do the same.
 fn recomputed(blocks: &[Recomputed]) -> String {
-    let first = blocks.first().map_or("none".into(), Recomputed::words);
+    let first = blocks.first().map_or("none".into(), Recomputed::in_words);
     match blocks.iter().all(|b| Some(b) == blocks.first()) {
         true => first,
         false => {

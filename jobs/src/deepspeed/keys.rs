@@ -1,6 +1,7 @@
 //! The keys of a DeepSpeed file: which of them were looked at, and what the others do.
 
-use crate::{JobError, Note, NoteKind, error};
+use crate::arguments::unknown;
+use crate::{JobError, Note, NoteKind, closest, error};
 use serde_json::{Map, Value};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,15 +9,19 @@ use std::collections::{BTreeMap, BTreeSet};
 const NOT_MODELLED: &[(&str, &str)] = &[
     (
         "zero_optimization.offload_optimizer",
-        "optimizer states rest on the host or on disks: less memory, and a longer update",
+        "optimizer states rest on the host or on disks: their memory is counted there, and the longer update is not",
     ),
     (
         "zero_optimization.offload_param",
-        "parameters rest on the host or on disks: less memory, and traffic",
+        "parameters rest on the host or on disks: their memory is counted there, and the traffic is not",
     ),
     (
         "zero_optimization.cpu_offload",
-        "optimizer states rest on the host: less memory, and a longer update",
+        "optimizer states rest on the host: their memory is counted there, and the longer update is not",
+    ),
+    (
+        "zero_optimization.cpu_offload_params",
+        "parameters rest on the host: their memory is counted there, and the traffic is not",
     ),
     (
         "zero_optimization.overlap_comm",
@@ -168,47 +173,51 @@ const NO_EFFECT: &[&str] = &[
 /// The keys of a file by their paths, and which of them were looked at.
 pub(super) struct Keys<'a> {
     file: &'a str,
-    text: &'a str,
+    /// The line of each key, by its path.
+    lines: BTreeMap<String, usize>,
     leaves: BTreeMap<String, &'a Value>,
     seen: std::cell::RefCell<BTreeSet<String>>,
+    /// Paths that were asked for, whether they are there or not: those that are known.
+    asked: std::cell::RefCell<BTreeSet<String>>,
 }
 
 impl<'a> Keys<'a> {
     pub fn new(file: &'a str, text: &'a str, root: &'a Map<String, Value>) -> Keys<'a> {
         let mut leaves = BTreeMap::new();
-        for (key, value) in root {
-            leaves.insert(key.clone(), value);
-            if let Value::Object(inner) = value {
-                for (name, value) in inner {
-                    leaves.insert(format!("{key}.{name}"), value);
-                    if let (true, Value::Object(inner)) = (name == "params", value) {
-                        for (deep, value) in inner {
-                            leaves.insert(format!("{key}.{name}.{deep}"), value);
-                        }
-                    }
-                }
-            }
-        }
+        collect("", root, &mut leaves);
         Keys {
             file,
-            text,
+            lines: lines(text),
             leaves,
             seen: Default::default(),
+            asked: Default::default(),
         }
     }
 
     pub fn at(&self, path: &str) -> Option<&'a Value> {
+        self.asked.borrow_mut().insert(path.to_string());
         let found = self.leaves.get(path)?;
         self.seen.borrow_mut().insert(path.to_string());
         Some(found)
     }
 
+    /// The value at a path, which does not count as looked at.
+    pub fn peek(&self, path: &str) -> Option<&'a Value> {
+        self.leaves.get(path).copied()
+    }
+
     pub fn line(&self, path: &str) -> Option<usize> {
-        let name = format!("\"{}\"", path.rsplit('.').next().unwrap_or(path));
-        self.text
-            .lines()
-            .position(|l| l.contains(&name))
-            .map(|i| i + 1)
+        self.lines.get(path).copied()
+    }
+
+    /// A known key that one may have been meant for.
+    fn meant(&self, path: &str) -> Option<String> {
+        let asked = self.asked.borrow();
+        let listed = NOT_MODELLED.iter().map(|(n, _)| *n);
+        let listed = listed.chain(NO_EFFECT.iter().copied());
+        let known = asked.iter().map(String::as_str).chain(listed);
+        let known = known.filter(|n| !n.ends_with('.') && !self.leaves.contains_key(*n));
+        closest(path, known).map(String::from)
     }
 
     pub fn wrong(
@@ -238,8 +247,13 @@ impl<'a> Keys<'a> {
                 |p: &str| NOT_MODELLED.iter().any(|(n, _)| *n == p) || NO_EFFECT.contains(&p);
             // What is in a key that is listed whole belongs to it, and a key of keys is these.
             let top = path.split('.').next().unwrap_or(path);
-            let inside = parent.is_some_and(|p| listed(p) || listed(top) || seen.contains(p));
-            let of_keys = value.is_object() && !listed(path);
+            let above = ancestors(path).any(|p| listed(p) || seen.contains(p));
+            let inside = parent.is_some() && (above || listed(top));
+            // One that is known for keys in it, or has some that are named themselves.
+            let has_keys = value.as_object().is_some_and(|keys| !keys.is_empty());
+            let is_known = self.asked.borrow().iter().any(|a| is_inside(a, path));
+            let is_known = is_known || NO_EFFECT.iter().any(|n| is_inside(n, path));
+            let of_keys = value.is_object() && !listed(path) && (has_keys || is_known);
             if seen.contains(path) || inside || of_keys {
                 continue;
             }
@@ -266,14 +280,80 @@ impl<'a> Keys<'a> {
                     "it changes neither time nor memory of a step",
                 ));
             } else {
-                notes.push(note(
-                    NoteKind::Unknown,
-                    "it is not known here, and was not looked at",
-                ));
+                let words = unknown(self.meant(path).as_deref());
+                notes.push(note(NoteKind::Unknown, &words));
             }
         }
         notes
     }
+}
+
+/// Whether a path leads into what another names.
+fn is_inside(path: &str, outer: &str) -> bool {
+    path.strip_prefix(outer)
+        .is_some_and(|rest| rest.starts_with('.'))
+}
+
+/// The paths around a path, the nearest first.
+fn ancestors(path: &str) -> impl Iterator<Item = &str> {
+    let places = path.rmatch_indices('.');
+    places.map(|(at, _)| &path[..at])
+}
+
+/// Values by their paths, those of objects too.
+fn collect<'a>(path: &str, of: &'a Map<String, Value>, leaves: &mut BTreeMap<String, &'a Value>) {
+    for (key, value) in of {
+        let path = match path {
+            "" => key.clone(),
+            path => format!("{path}.{key}"),
+        };
+        if let Value::Object(inner) = value {
+            collect(&path, inner, leaves);
+        }
+        leaves.insert(path, value);
+    }
+}
+
+/// The lines of the keys of a text that is JSON, by their paths. A text in quotes is a key where a
+/// colon stands behind it.
+fn lines(text: &str) -> BTreeMap<String, usize> {
+    let mut found = BTreeMap::new();
+    // The keys around the place; none of an array's, or before an object's first key.
+    let mut around: Vec<Option<String>> = Vec::new();
+    let mut chars = text.char_indices().peekable();
+    let mut line = 1;
+    while let Some((at, c)) = chars.next() {
+        match c {
+            '\n' => line += 1,
+            '{' | '[' => around.push(None),
+            '}' | ']' => drop(around.pop()),
+            '"' => {
+                let mut end = at + 1;
+                while let Some((i, c)) = chars.next() {
+                    end = i;
+                    match c {
+                        '\\' => drop(chars.next()),
+                        '"' => break,
+                        _ => {}
+                    }
+                }
+                let behind = text.get(end + 1..).unwrap_or_default();
+                let Some(name) = text
+                    .get(at + 1..end)
+                    .filter(|_| behind.trim_start().starts_with(':'))
+                else {
+                    continue;
+                };
+                if let Some(own) = around.last_mut() {
+                    *own = Some(name.to_string());
+                }
+                let path: Vec<&str> = around.iter().flatten().map(String::as_str).collect();
+                found.entry(path.join(".")).or_insert(line);
+            }
+            _ => {}
+        }
+    }
+    found
 }
 
 fn shown(value: &Value) -> String {

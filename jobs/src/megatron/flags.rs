@@ -8,7 +8,7 @@
 pub(super) const NOT_MODELLED: &[(&str, &str)] = &[
     (
         "optimizer-cpu-offload",
-        "optimizer states rest on the host: less memory, and a longer update",
+        "optimizer states rest on the host: their memory is counted there, and the longer update is not",
     ),
     (
         "optimizer-offload-fraction",

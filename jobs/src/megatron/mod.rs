@@ -1,19 +1,24 @@
 //! Megatron-LM's arguments, from a command line or from the block that its logs begin with, as a job.
 //!
 //! * `flags`: names that are not read, by what they do.
-//! * `shape`: the model's sizes.
-//! * `stages`: how a pipeline divides the layers.
+//! * `degrees`: ranks by what they split; `shape`: the model's sizes.
+//! * `stages`: how a pipeline divides the layers; `switches`: recomputation, formats, kernels, overlap.
 
+mod degrees;
 mod flags;
 mod shape;
 mod stages;
+mod switches;
 
 use crate::arguments::{Argument, Arguments, assumed};
 use crate::launch::World;
-use crate::{Given, Job, JobError, Model, Note, NoteKind, Reading, Recompute, error, measured};
-use frameworks::{Framework, Recomputation};
+use crate::{Given, Job, JobError, Model, Note, NoteKind, Offload, Reading, error, measured};
+use degrees::{data_ranks, degree, experts, vocab_multiple, zero};
+use frameworks::Framework;
 use ir::plan::ScheduleKind;
+use ir::program::Space;
 use ir::{Optimizer, Precision};
+use switches::{left_out, options, recompute};
 
 /// What a DeepSpeed JSON says beside the arguments of Megatron-DeepSpeed.
 #[derive(Clone, Debug, Default)]
@@ -168,6 +173,7 @@ pub(crate) fn job(
         zero,
         sequence_parallel,
         recompute,
+        offload: offload(args),
         precision,
         optimizer: optimizer(args)?,
         clip_norm: match args.number("clip-grad")? {
@@ -188,299 +194,15 @@ pub(crate) fn job(
     Ok((job, notes))
 }
 
-/// A degree under one of several names.
-fn degree(args: &Arguments, names: &[&str]) -> Result<u32, JobError> {
-    let mut most = 1;
-    for name in names {
-        most = most.max(args.degree(name)?);
+/// What is moved to the hosts: with the optimizer all of its states, unless a fraction is given.
+/// Gradients stay in the device's buffers.
+fn offload(args: &Arguments) -> Offload {
+    let whole =
+        args.is_on("optimizer-cpu-offload") && !args.has_any(&["optimizer-offload-fraction"]);
+    Offload {
+        optimizer: whole.then_some(Space::Host),
+        ..Offload::default()
     }
-    Ok(most)
-}
-
-/// The ranks that split samples: what the other degrees leave of the devices.
-fn data_ranks(args: &Arguments, world: &World, degrees: [u32; 3]) -> Result<Option<u32>, JobError> {
-    let inside = degrees.iter().try_fold(1u32, |all, n| all.checked_mul(*n));
-    let [tensor, pipeline, context] = degrees;
-    let words = format!("{tensor} tensor x {pipeline} pipeline x {context} context ranks");
-    let wrong = |problem: String| {
-        args.wrong(
-            "tensor-model-parallel-size",
-            problem,
-            "Megatron-LM refuses it, too: change the degrees, or the number of devices",
-        )
-    };
-    let Some(inside) = inside else {
-        return Err(wrong(format!("{words} are more ranks than there are")));
-    };
-    match world.devices() {
-        None => Ok(None),
-        Some(n) if n.is_multiple_of(inside) && n >= inside => Ok(Some(n / inside)),
-        Some(n) => Err(wrong(format!("{words} do not divide {n} devices"))),
-    }
-}
-
-/// The number of which the rows of the table of tokens are a multiple.
-fn vocab_multiple(args: &Arguments, tensor: u32) -> Result<u64, JobError> {
-    if args.count("padded-vocab-size")?.is_some() {
-        return Ok(1);
-    }
-    let own = args.count("make-vocab-size-divisible-by")?.unwrap_or(128);
-    Ok(own.saturating_mul(u64::from(tensor)).clamp(1, crate::MOST))
-}
-
-/// The ranks that split experts.
-fn experts(args: &Arguments, tensor: u32) -> Result<u32, JobError> {
-    let expert = degree(
-        args,
-        &["expert-model-parallel-size", "moe-expert-parallel-size"],
-    )?;
-    let inside = args.count("expert-tensor-parallel-size")?;
-    if shape::n_experts(args)?.is_none() {
-        return Ok(1);
-    }
-    let inside = inside.unwrap_or(tensor.into());
-    if inside > 1 {
-        return Err(args.wrong(
-            "expert-tensor-parallel-size",
-            format!("each expert is split over {inside} tensor ranks, which is not modelled"),
-            "Meshwright's figures are of whole experts on a rank: --expert-tensor-parallel-size 1, with as many more ranks that split experts",
-        ));
-    }
-    match expert {
-        1 => Ok(1),
-        n if n.is_multiple_of(tensor) => Ok(n),
-        n => Err(args.wrong(
-            "expert-model-parallel-size",
-            format!("{n} ranks that split experts are no multiple of {tensor} tensor ranks, which is not modelled"),
-            "Meshwright's figures are of experts over the tensor ranks first, and then over data ranks",
-        )),
-    }
-}
-
-fn zero(args: &Arguments, beside: &Beside, notes: &mut Vec<Note>) -> Result<u8, JobError> {
-    if let Some(stage) = args.number("zero-stage")? {
-        return match stage {
-            s if [0.0, 1.0, 2.0, 3.0].contains(&s) => Ok(s as u8),
-            s => Err(args.wrong(
-                "zero-stage",
-                format!("there is no ZeRO stage {s}"),
-                "0, 1, 2 and 3 are",
-            )),
-        };
-    }
-    if beside.deepspeed {
-        return Ok(beside.zero.unwrap_or(0));
-    }
-    let distributed = args.switch("use-distributed-optimizer");
-    let strategy = args
-        .text("data-parallel-sharding-strategy")?
-        .map(String::from);
-    if args.switch("use-torch-fsdp2") {
-        return Ok(3);
-    }
-    if args.switch("use-megatron-fsdp") || args.switch("use-custom-fsdp") {
-        return match strategy.as_deref() {
-            Some("optim_grads_params") => Ok(3),
-            Some("optim_grads") => Ok(2),
-            Some("optim") => Ok(1),
-            None | Some("no_shard") => {
-                if strategy.is_none() {
-                    notes.push(assumed(
-                        "--data-parallel-sharding-strategy",
-                        "no_shard",
-                        "its default: Megatron-FSDP then splits nothing",
-                    ));
-                }
-                Ok(0)
-            }
-            Some(other) => Err(args.wrong(
-                "data-parallel-sharding-strategy",
-                format!("`{other}` is no strategy that is known"),
-                "known are no_shard, optim, optim_grads and optim_grads_params",
-            )),
-        };
-    }
-    Ok(u8::from(distributed))
-}
-
-/// Names of modules that Megatron recomputes, and the ops that they are.
-const MODULES: [(&str, &[&str]); 5] = [
-    ("core_attn", &["attn.attend"]),
-    ("layernorm", &["ln_1", "ln_2", "norm_1", "norm_2"]),
-    ("moe_act", &["moe.act", "moe.mul"]),
-    ("mlp", &["mlp.*"]),
-    ("moe", &["moe.*"]),
-];
-
-fn recompute(
-    args: &Arguments,
-    beside: &Beside,
-    notes: &mut Vec<Note>,
-) -> Result<Recompute, JobError> {
-    let old = args.switch("checkpoint-activations");
-    let selective = args.switch("recompute-activations");
-    let granularity = args.text("recompute-granularity")?.map(String::from);
-    let method = args.text("recompute-method")?.map(String::from);
-    let number = args.count("recompute-num-layers")?;
-    let modules = args.list("recompute-modules")?;
-    if beside.deepspeed && args.switch("deepspeed-activation-checkpointing") || old {
-        return Ok(Recompute::All(Recomputation::Full));
-    }
-    match granularity.as_deref() {
-        None if selective => Ok(Recompute::All(Recomputation::Attention)),
-        None => Ok(Recompute::All(Recomputation::None)),
-        Some("full") => {
-            match method.as_deref() {
-                Some("block") => Ok(Recompute::First(number.unwrap_or(1))),
-                _ => {
-                    if let Some(n) = number.filter(|n| *n > 1) {
-                        notes.push(Note {
-                        kind: NoteKind::NotModelled,
-                        name: args.spelled("recompute-num-layers"),
-                        value: Some(n.to_string()),
-                        line: None,
-                        words: "blocks are recomputed so many at a time: less is kept than predicted".into(),
-                    });
-                    }
-                    Ok(Recompute::All(Recomputation::Full))
-                }
-            }
-        }
-        Some("selective") => {
-            let modules = match modules.is_empty() {
-                true => vec!["core_attn".to_string()],
-                false => modules,
-            };
-            let mut ops = Vec::new();
-            for module in &modules {
-                match MODULES.iter().find(|(name, _)| name == module) {
-                    Some((_, own)) => ops.extend(own.iter().map(|o| o.to_string())),
-                    None => notes.push(Note {
-                        kind: NoteKind::NotModelled,
-                        name: args.spelled("recompute-modules"),
-                        value: Some(module.clone()),
-                        line: None,
-                        words: "what this module recomputes is not modelled: less memory and more time than predicted".into(),
-                    }),
-                }
-            }
-            Ok(match &modules[..] {
-                [one] if one == "core_attn" => Recompute::All(Recomputation::Attention),
-                [one] if one == "layernorm" => Recompute::All(Recomputation::Norms),
-                _ if ops.is_empty() => Recompute::All(Recomputation::None),
-                _ => Recompute::Ops(ops),
-            })
-        }
-        Some(other) => Err(args.wrong(
-            "recompute-granularity",
-            format!("`{other}` is no granularity"),
-            "Megatron-LM knows full and selective",
-        )),
-    }
-}
-
-/// What the job switches on, by the names of options.
-fn options(
-    args: &Arguments,
-    beside: &Beside,
-    notes: &mut Vec<Note>,
-) -> Result<Vec<String>, JobError> {
-    let mut options = Vec::new();
-    let fp8 = match args.text("fp8-format")? {
-        None => args.text("fp8")?,
-        some => some,
-    };
-    if fp8.is_some_and(|f| f != "False") {
-        let recipe = args.text("fp8-recipe")?.unwrap_or("delayed");
-        options.push(match recipe {
-            "delayed" => "fp8-ds",
-            "tensorwise" => "fp8-cs",
-            "blockwise" => "fp8-sc",
-            "mxfp8" => "mxfp8",
-            other => {
-                return Err(args.wrong(
-                    "fp8-recipe",
-                    format!("`{other}` is no recipe that is modelled"),
-                    "modelled are delayed, tensorwise, blockwise and mxfp8",
-                ));
-            }
-        });
-    } else {
-        args.text("fp8-recipe")?;
-    }
-    let fp4 = args.text("fp4-format")?.or(args.text("fp4")?);
-    if fp4.is_some_and(|f| f != "False") {
-        options.push("nvfp4");
-    }
-    args.text("fp4-recipe")?;
-    if args.switch("overlap-moe-expert-parallel-comm") {
-        options.push("overlapped-dispatch");
-    }
-    let flex = args
-        .text("moe-flex-dispatcher-backend")?
-        .is_some_and(|b| b.ends_with("ep"));
-    let is_flex = args.text("moe-token-dispatcher-type")? == Some("flex");
-    if args.switch("moe-enable-deepep") || flex && is_flex {
-        options.push("dispatch-once-per-host");
-    }
-    if args.switch("grad-reduce-in-bf16") {
-        notes.push(Note {
-            kind: NoteKind::NotModelled,
-            name: args.spelled("grad-reduce-in-bf16"),
-            value: None,
-            line: args.line("grad-reduce-in-bf16"),
-            words: "gradients travel in bf16, which figures have, and are summed over microbatches in bf16, which they have not: less memory than predicted".into(),
-        });
-    }
-    let mut options: Vec<String> = options.into_iter().map(String::from).collect();
-    let backend = args.text("attention-backend")?.unwrap_or("auto");
-    match backend.trim_start_matches("AttnBackend.") {
-        "auto" | "fused" => {}
-        "flash" => options.push("attention=flash-2".into()),
-        "unfused" | "local" if !beside.deepspeed => options.push("attention=unfused".into()),
-        other => notes.push(Note {
-            kind: NoteKind::NotModelled,
-            name: args.spelled("attention-backend"),
-            value: Some(other.into()),
-            line: None,
-            words: "figures are of the version's usual attention kernel".into(),
-        }),
-    }
-    Ok(options)
-}
-
-/// What the job leaves out of what runs of Megatron-Core have, as options: overlaps that flags ask
-/// for, and the type in which gradients travel.
-fn left_out(
-    args: &Arguments,
-    beside: &Beside,
-    [tensor, zero, data]: [u32; 3],
-    precision: Precision,
-) -> Vec<String> {
-    let asked = [
-        "tp-comm-overlap",
-        "overlap-grad-reduce",
-        "overlap-param-gather",
-    ];
-    let [overlaps_tensor, overlaps_grads, overlaps_params] = asked.map(|name| args.switch(name));
-    let full = args.is_off("accumulate-allreduce-grads-in-fp32");
-    let narrow = args.switch("grad-reduce-in-bf16") || full;
-    args.switch("accumulate-allreduce-grads-in-fp32");
-    if beside.deepspeed {
-        return Vec::new();
-    }
-    let wide = precision == Precision::Bf16 && !narrow;
-    let all = [
-        (tensor > 1 && !overlaps_tensor, "no-tensor-overlap"),
-        (data > 1 && !overlaps_grads, "no-gradient-overlap"),
-        (
-            data > 1 && zero > 0 && !overlaps_params,
-            "no-parameter-overlap",
-        ),
-        (data > 1 && wide, "grads-f32"),
-    ];
-    let some = all.into_iter().filter(|(is, _)| *is);
-    some.map(|(_, option)| option.to_string()).collect()
 }
 
 fn optimizer(args: &Arguments) -> Result<Optimizer, JobError> {
@@ -554,7 +276,7 @@ fn dropout(args: &Arguments, model: &Model, notes: &mut Vec<Note>) -> Result<f64
 pub(crate) fn given_count(given: &Given, names: &[&str]) -> Result<Option<u64>, JobError> {
     let found = names
         .iter()
-        .find_map(|n| Some((n, given.variables.get(*n)?)));
+        .find_map(|n| Some((n, given.variables.get(n)?)));
     let Some((name, text)) = found else {
         return Ok(None);
     };

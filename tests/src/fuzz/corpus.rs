@@ -390,3 +390,22 @@ pub(super) fn train_files() -> Vec<Vec<u8>> {
     .map(|t| t.as_bytes().to_vec())
     .to_vec()
 }
+
+/// A DeepSpeed file.
+pub(super) const DEEPSPEED: &str = include_str!("../../../examples/jobs/zero3-deepspeed.json");
+
+/// Jobs of every form.
+pub(super) fn jobs() -> Vec<Vec<u8>> {
+    let log = " > setting tensor model parallel\n------------------------ arguments ------------------------\n  bf16 ............................................ True\n  global_batch_size ............................... 32\n  hidden_size ..................................... 1024\n  micro_batch_size ................................ 1\n  num_attention_heads ............................. 16\n  num_layers ...................................... 4\n  padded_vocab_size ............................... 51200\n  position_embedding_type ......................... rope\n  seq_length ...................................... 1024\n  world_size ...................................... 8\n-------------------- end of arguments ---------------------\n iteration 2/ 9 | elapsed time per iteration (ms): 80.0 | global batch size: 32 |\n iteration 3/ 9 | elapsed time per iteration (ms): 81.0 | global batch size: 32 |\n";
+    let trainer = "deepspeed --num_gpus 8 train.py --deepspeed ds.json --model_name_or_path meta-llama/Llama-3.1-8B --max_seq_length 2048 --bf16 true\n";
+    [
+        include_str!("../../../examples/jobs/llama-70b-megatron.sbatch"),
+        include_str!("../../../examples/jobs/gpt-2.7b-megatron.sh"),
+        include_str!("../../../examples/jobs/llama-8b-torchtitan.toml"),
+        DEEPSPEED,
+        log,
+        trainer,
+    ]
+    .map(|text| text.as_bytes().to_vec())
+    .to_vec()
+}

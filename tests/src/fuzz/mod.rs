@@ -49,7 +49,7 @@ pub struct Target {
 
 /// All targets.
 #[rustfmt::skip]
-pub const TARGETS: [Target; 18] = [
+pub const TARGETS: [Target; 19] = [
     Target {
         name: "config",
         run: config,
@@ -174,6 +174,13 @@ pub const TARGETS: [Target; 18] = [
         run: train_spec,
         corpus: corpus::train_files,
         full: 3,
+        shape: Shape::Text,
+    },
+    Target {
+        name: "job",
+        run: job,
+        corpus: corpus::jobs,
+        full: 1,
         shape: Shape::Text,
     },
 ];
@@ -575,5 +582,42 @@ pub fn train_spec(data: &[u8]) -> Depth {
             panic!("{defect}")
         }
         Err(_) => 2,
+    }
+}
+
+/// A job of other software in any of its forms: a script, a log, a DeepSpeed JSON, a torchtitan TOML.
+/// Files that it names are the good DeepSpeed file.
+pub fn job(data: &[u8]) -> Depth {
+    let Ok(text) = std::str::from_utf8(data) else {
+        return 0;
+    };
+    let variables = [("NNODES", "8"), ("gradient_checkpointing", "true")];
+    let given = jobs::Given {
+        variables: variables
+            .map(|(k, v)| (k.to_string(), v.to_string()))
+            .into_iter()
+            .collect(),
+        ..Default::default()
+    };
+    let _ = jobs::measured::of_log(text);
+    let open = |_: &str| Ok(corpus::DEEPSPEED.to_string());
+    match jobs::read("job", text, &given, &open) {
+        Err(e) => {
+            let lines = text.lines().count() + 1;
+            assert!(
+                e.line
+                    .is_none_or(|l| (1..=lines).contains(&l) || e.file != "job"),
+                "{e:?}"
+            );
+            0
+        }
+        Ok(reading) => {
+            let job = &reading.job;
+            assert!(
+                job.micro_batch > 0 && job.tensor > 0 && job.pipeline > 0,
+                "{job:?}"
+            );
+            1
+        }
     }
 }

@@ -9,9 +9,11 @@ use crate::{cluster, document, files, model, software};
 use checker::Violation;
 use cost_model::{SimulateOptions, StepWork};
 use frameworks::{MemoryUse, Profile, Recomputation};
+use import::builtin;
 use ir::cluster::Cluster;
+use ir::program::Space;
 use ir::{Bytes, Graph, TrainSpec};
-use jobs::{Job, Recompute, Split};
+use jobs::{Job, Offload, Recompute, Split};
 use planner::software::{Model as Blocks, Point};
 use planner::{OtherSoftware, Pins, PlanOptions};
 use serde_json::Value;
@@ -30,6 +32,8 @@ pub struct Request {
     pub overlapping: Option<OtherSoftware>,
     /// The pins that describe the job's own plan.
     pub pins: Vec<String>,
+    /// The memories that its tensors rest in.
+    pub offload: Offload,
     /// Notes on the file beside what it says.
     pub remarks: Vec<String>,
 }
@@ -40,16 +44,68 @@ pub struct Priced {
     pub loaded: Loaded,
     /// Bytes that the fullest process holds.
     pub memory: MemoryUse,
+    /// The memories that parts of it rest in.
+    pub offload: Offload,
     /// Bytes of a device.
     pub device: Bytes,
+    /// Processes of a host, and the bytes of its memory where the cluster says them.
+    pub host: (u32, Option<Bytes>),
     /// What the checker says against the plan, on this cluster.
     pub violations: Vec<Violation>,
 }
 
 impl Priced {
-    /// Whether the fullest process holds no more than a device has.
+    /// Whether the fullest process holds no more than a device has, and the processes of a host no more
+    /// than it has, as far as that is known.
     pub fn fits(&self) -> bool {
-        self.memory.total().0 <= self.device.0
+        self.fits_device() && self.fits_host()
+    }
+
+    /// Whether the fullest process holds no more than a device has.
+    pub fn fits_device(&self) -> bool {
+        self.on_device().0 <= self.device.0
+    }
+
+    /// Whether the processes of a host hold no more in its memory than it has; they do where it is not
+    /// known.
+    pub fn fits_host(&self) -> bool {
+        self.host.1.is_none_or(|bytes| self.on_host().0 <= bytes.0)
+    }
+
+    /// The memory that each part of a process rests in, in the order of [`MemoryUse::parts`].
+    pub fn spaces(&self) -> [Space; 7] {
+        let of = |space: Option<Space>| space.unwrap_or(Space::Device);
+        let Offload {
+            optimizer,
+            gradients,
+            parameters,
+        } = self.offload;
+        let on_device = Space::Device;
+        [
+            of(parameters),
+            of(gradients),
+            of(optimizer),
+            on_device,
+            on_device,
+            on_device,
+            on_device,
+        ]
+    }
+
+    /// Bytes of the fullest process in a memory.
+    pub fn held_in(&self, space: Space) -> Bytes {
+        let parts = self.memory.parts().into_iter().zip(self.spaces());
+        parts.filter(|(_, s)| *s == space).map(|(b, _)| b).sum()
+    }
+
+    /// Bytes of the fullest process on its device.
+    pub fn on_device(&self) -> Bytes {
+        self.held_in(Space::Device)
+    }
+
+    /// Bytes in the memory of a host, of all processes there as if each were the fullest.
+    pub fn on_host(&self) -> Bytes {
+        self.held_in(Space::Host) * u64::from(self.host.0)
     }
 
     /// Seconds of a step.
@@ -110,6 +166,7 @@ pub fn request(args: &ImportJobArgs, job: &Job) -> Result<Request, Failure> {
         overlapping: overlapping(&other),
         other,
         pins,
+        offload: job.offload,
         remarks,
     })
 }
@@ -230,6 +287,7 @@ fn model_of(
         }
         (None, jobs::Model::Config(value)) => ("the job's model".to_string(), value.to_string()),
         (None, jobs::Model::BuiltIn(name)) => model::config_text(name.as_ref())?,
+        (None, jobs::Model::Named { name, argument }) => named(name, argument, remarks)?,
         (None, jobs::Model::NotStated(why)) => {
             let what = format!("the job's model is not known: {why}");
             return Err(Failure::new(Exit::BadInput, what).help(
@@ -254,6 +312,63 @@ fn model_of(
         .any(|k| value.get(k).is_some());
     let loaded = model::parse_config(&name, &value.to_string())?;
     model::Model::Config(Box::new(loaded)).with_expert_capacity(has_experts.then_some(1.0))
+}
+
+/// The configuration of a model that a job names: of a folder that is there, or of one that is built
+/// in under nearly that name.
+fn named(
+    name: &str,
+    argument: &str,
+    remarks: &mut Vec<String>,
+) -> Result<(String, String), Failure> {
+    let folder = std::path::Path::new(name);
+    if folder.join("config.json").is_file() {
+        return model::config_text(folder);
+    }
+    let short = short_name(name);
+    if builtin::find(&short).is_some() {
+        remarks.push(format!(
+            "the model is {short}, as {argument} {name} says it"
+        ));
+        return model::config_text(short.as_ref());
+    }
+    let near = files::closest(&short, builtin::names());
+    let near = near.map_or(String::new(), |near| {
+        format!("did you mean --model {near}? ")
+    });
+    let what = format!("the job's model is not known: {argument} {name} is none that is built in");
+    Err(Failure::new(Exit::BadInput, what).help(format!(
+        "{near}give it as --model, by the name of one that is built in (`meshwright models` lists them) or its config.json"
+    )))
+}
+
+/// Endings of names on the Hugging Face hub that change no size of a model.
+const TUNED: [&str; 9] = [
+    "-hf",
+    "-instruct",
+    "-chat",
+    "-base",
+    "-it",
+    "-pt",
+    "-v0.1",
+    "-4k",
+    "-2507",
+];
+
+/// A name of the Hugging Face hub as models are called here: `meta-llama/Meta-Llama-3.1-8B-Instruct` is
+/// `llama-3.1-8b`.
+fn short_name(name: &str) -> String {
+    let last = name
+        .trim_end_matches('/')
+        .rsplit('/')
+        .next()
+        .unwrap_or(name);
+    let lower = last.to_lowercase();
+    let mut short = lower.strip_prefix("meta-").unwrap_or(&lower);
+    while let Some(shorter) = TUNED.iter().find_map(|end| short.strip_suffix(end)) {
+        short = shorter;
+    }
+    short.to_string()
 }
 
 /// Refuses a model of other sizes than the job states.
@@ -336,7 +451,7 @@ fn pins(
         pins.retain(|p| !p.starts_with("split="));
         pins.push(format!("split={}", counts.join("/")));
     }
-    recomputed(job, blocks.blocks, &split_counts(&pins), &mut pins);
+    recomputed(job, &blocks, &split_counts(&pins), &mut pins);
     if blocks.experts.is_some() && !pins.iter().any(|p| p.starts_with("expert=")) {
         pins.push("expert=1".into());
     }
@@ -351,19 +466,25 @@ fn split_counts(pins: &[String]) -> Vec<u64> {
 }
 
 /// Pins of what is recomputed, where it has no name.
-fn recomputed(job: &Job, blocks: u64, stages: &[u64], pins: &mut Vec<String>) {
+fn recomputed(job: &Job, model: &Blocks, stages: &[u64], pins: &mut Vec<String>) {
+    let blocks = model.blocks;
+    // Modules of the software stand for the ops of all models that have them.
+    let is_there = |op: &&String| op.contains('*') || model.has(op);
     let of_block = |i: u64| format!("recompute:h.{i}.*=yes");
     let of_op = |op: &String| format!("recompute:h.*.{op}=yes");
     let own: Vec<String> = match &job.recompute {
         Recompute::All(_) => return,
         Recompute::Ops(ops) => ops
             .iter()
+            .filter(is_there)
             .map(of_op)
             .chain(["recompute=none".into()])
             .collect(),
         Recompute::CheapAnd(ops) => {
             let cheap = std::iter::once("recompute=selective".to_string());
-            cheap.chain(ops.iter().map(of_op)).collect()
+            cheap
+                .chain(ops.iter().filter(is_there).map(of_op))
+                .collect()
         }
         Recompute::Every(n) => {
             let every = (0..blocks).filter(|i| (i + 1).is_multiple_of(*n));
@@ -434,6 +555,7 @@ impl Request {
                 hash,
             },
             violations,
+            self.offload,
         )
     }
 
@@ -447,7 +569,7 @@ impl Request {
         match planner::plan(&self.forward, &self.train, &self.cluster, &options) {
             Ok(planned) => {
                 let loaded = crate::commands::again::loaded(planned)?;
-                self.priced(loaded, Vec::new()).map(Ok)
+                self.priced(loaded, Vec::new(), Offload::default()).map(Ok)
             }
             Err(e @ (planner::PlanError::Lower(_) | planner::PlanError::Defect(_))) => {
                 Err(e.into())
@@ -456,14 +578,27 @@ impl Request {
         }
     }
 
-    fn priced(&self, loaded: Loaded, violations: Vec<Violation>) -> Result<Priced, Failure> {
+    fn priced(
+        &self,
+        loaded: Loaded,
+        violations: Vec<Violation>,
+        offload: Offload,
+    ) -> Result<Priced, Failure> {
         let work = StepWork::of(&loaded.training, &loaded.plan.train);
         let options = SimulateOptions::new(work);
         let (_, memory) = software::played(&loaded.plan, &loaded.program, &self.cluster, &options)?;
         let fullest = memory.iter().max_by_key(|m| m.total().0);
         Ok(Priced {
             memory: fullest.copied().unwrap_or_default(),
+            offload,
             device: self.cluster.device.memory_bytes,
+            host: (
+                self.cluster.devices_per_host.min(self.cluster.n_devices()),
+                self.cluster
+                    .storage
+                    .as_ref()
+                    .and_then(|s| s.host_memory_bytes),
+            ),
             violations,
             loaded,
         })

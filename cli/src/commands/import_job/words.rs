@@ -1,15 +1,16 @@
 //! What is said of an imported job: the verdict first, then what it is, where its time goes, what to
 //! change, and what was made of the file.
 
-use super::{BEST, Better, Imported};
+use super::{BEST, Better, Imported, Priced};
 use crate::args::ImportJobArgs;
 use crate::failure::Failure;
 use crate::report::software::{knob_table, knobs};
 use crate::report::{self, count, percent, prose, table};
 use crate::software::whose;
 use ir::plan::Plan;
+use ir::program::Space;
 use ir::{Seconds, counted};
-use jobs::{Note, NoteKind};
+use jobs::{Note, NoteKind, Offload};
 use serde_json::{Value, json};
 
 /// The most notes of a kind that are printed without --verbose.
@@ -92,12 +93,26 @@ fn memory(imported: &Imported) -> String {
         "allocator",
         "driver",
     ];
-    let total = imported.job.memory.total();
-    let share = |bytes: ir::Bytes| percent(bytes.0 as f64 / imported.job.device.0.max(1) as f64);
-    let parts = names.into_iter().zip(imported.job.memory.parts());
-    let rows = parts.chain([("all", total)]);
-    let rows = rows.map(|(name, b)| vec![name.to_string(), b.to_string(), share(b)]);
-    table(&["", "bytes", "of the device"], rows.collect(), 1)
+    let job = &imported.job;
+    let share = |bytes: ir::Bytes| percent(bytes.0 as f64 / job.device.0.max(1) as f64);
+    let place = |space: Space, bytes| match space {
+        Space::Device => share(bytes),
+        Space::Host => "on the host".to_string(),
+        Space::File => "on disks".to_string(),
+    };
+    let parts = names
+        .into_iter()
+        .zip(job.memory.parts().into_iter().zip(job.spaces()));
+    let rows =
+        parts.map(|(name, (b, space))| vec![name.to_string(), b.to_string(), place(space, b)]);
+    let mut rows: Vec<Vec<String>> = rows.collect();
+    let on_device = job.on_device();
+    let all = match job.offload == Offload::default() {
+        true => "all",
+        false => "all on the device",
+    };
+    rows.push(vec![all.into(), on_device.to_string(), share(on_device)]);
+    table(&["", "bytes", "of the device"], rows, 1)
 }
 
 /// The verdict in a few sentences, with what of the file it does not count.
@@ -136,7 +151,11 @@ fn verdict(imported: &Imported) -> String {
 fn unknown_names(imported: &Imported) -> String {
     let notes = imported.reading.notes.iter();
     let own = notes.filter(|n| n.kind == NoteKind::Unknown);
-    let names: Vec<String> = own.map(|n| format!("`{}`", n.name)).collect();
+    let name = |n: &Note| match n.meant() {
+        Some(meant) => format!("`{}` (did you mean {meant}?)", n.name),
+        None => format!("`{}`", n.name),
+    };
+    let names: Vec<String> = own.map(name).collect();
     match names.len() {
         0..=3 => names.join(", "),
         n => format!("{} and {} more", names[..3].join(", "), n - 3),
@@ -149,11 +168,7 @@ fn figures_and_change(imported: &Imported) -> String {
     let plan = &job.loaded.plan;
     let p = &plan.predicted;
     let whose = whose(plan.made_for.as_ref());
-    let (held, device) = (job.memory.total(), job.device);
-    let fits = match job.fits() {
-        true => format!("it fits, with {held} of {device} on the fullest device"),
-        false => format!("it does not fit: the fullest process would hold {held} of {device}"),
-    };
+    let fits = fits(job);
     let mut w = format!(
         "{whose}the job should take {} a step on {} ({} tokens/s, MFU {}), and {fits}.",
         p.step_time_s,
@@ -177,6 +192,10 @@ fn figures_and_change(imported: &Imported) -> String {
     };
     w += " ";
     w += &match (&found.by_flags, imported.change()) {
+        (Err(_), _) if job.offload != Offload::default() => {
+            "The search, which offloads nothing, finds no plan of this software that fits."
+                .to_string()
+        }
         (Err(_), _) => "The search finds no plan of this software that fits.".to_string(),
         (Ok(better), Some(_)) => {
             let step = Seconds(better.plan.step_s() * imported.factor());
@@ -204,6 +223,43 @@ fn figures_and_change(imported: &Imported) -> String {
         ),
     };
     w
+}
+
+/// Whether a job fits, with the bytes: where its tensors rest elsewhere, on the host too.
+fn fits(job: &Priced) -> String {
+    let (held, device) = (job.on_device(), job.device);
+    if job.offload == Offload::default() {
+        return match job.fits() {
+            true => format!("it fits, with {held} of {device} on the fullest device"),
+            false => format!("it does not fit: the fullest process would hold {held} of {device}"),
+        };
+    }
+    let (processes, has) = job.host;
+    let elsewhere = [Space::Host, Space::File].map(|space| job.held_in(space));
+    let on_host = match (elsewhere[0].0, has) {
+        (0, _) => String::new(),
+        (_, Some(has)) => format!(" and {} of {has} in the memory of a host", job.on_host()),
+        (_, None) => format!(
+            " and {} in the memory of a host ({} of each of {}), which the cluster does not state (storage.host_memory_bytes)",
+            job.on_host(),
+            elsewhere[0],
+            counted(processes, "process")
+        ),
+    };
+    let on_disks = match elsewhere[1].0 {
+        0 => String::new(),
+        _ => format!(" and {} of a process on disks", elsewhere[1]),
+    };
+    let held = format!("{held} of {device} on the fullest device{on_host}{on_disks}");
+    match (job.fits_device(), job.fits_host()) {
+        (true, true) => format!("with what it offloads it fits, with {held}"),
+        (false, _) => {
+            format!("it does not fit, although it offloads: the fullest process would hold {held}")
+        }
+        (true, false) => {
+            format!("it does not fit, for it offloads more than a host has: it would hold {held}")
+        }
+    }
 }
 
 /// How far a measured step is from the predicted one.
@@ -397,8 +453,13 @@ fn line(note: &Note) -> String {
         .map_or(String::new(), |v| format!(" {v}"));
     let place = note.line.map_or(String::new(), |l| format!(" (line {l})"));
     match note.kind {
-        // The heading says it of those that have a name.
-        NoteKind::Unknown if note.line.is_some() => format!(" {}{value}{place}", note.name),
+        // The heading says it of those that have a name; some may have been meant for others.
+        NoteKind::Unknown if note.line.is_some() => {
+            let meant = note
+                .meant()
+                .map_or(String::new(), |meant| format!(": did you mean {meant}?"));
+            format!(" {}{value}{place}{meant}", note.name)
+        }
         _ => format!(" {}{value}{place}: {}.", note.name, note.words),
     }
 }
@@ -455,8 +516,11 @@ pub fn json(args: &ImportJobArgs, imported: &Imported) -> Result<(), Failure> {
         "degrees": summary.and_then(|s| s.degrees),
         "predicted": figures(plan),
         "memory": {
-            "peak_bytes": job.memory.total(),
+            "peak_bytes": job.on_device(),
             "device_bytes": job.device,
+            "host_bytes": job.on_host(),
+            "file_bytes": job.held_in(Space::File),
+            "host_memory_bytes": job.host.1,
             "fits": job.fits(),
         },
         "account": imported.accounted,

@@ -1,0 +1,187 @@
+//! Behaviour that arguments switch: what blocks recompute, number formats, kernels, overlap.
+
+use super::Beside;
+use crate::arguments::Arguments;
+use crate::{JobError, Note, NoteKind, Recompute};
+use frameworks::Recomputation;
+use ir::Precision;
+
+/// Names of modules that Megatron recomputes, and the ops that they are.
+const MODULES: [(&str, &[&str]); 5] = [
+    ("core_attn", &["attn.attend"]),
+    ("layernorm", &["ln_1", "ln_2", "norm_1", "norm_2"]),
+    ("moe_act", &["moe.act", "moe.mul"]),
+    ("mlp", &["mlp.*"]),
+    ("moe", &["moe.*"]),
+];
+
+pub(super) fn recompute(
+    args: &Arguments,
+    beside: &Beside,
+    notes: &mut Vec<Note>,
+) -> Result<Recompute, JobError> {
+    let old = args.switch("checkpoint-activations");
+    let selective = args.switch("recompute-activations");
+    let granularity = args.text("recompute-granularity")?.map(String::from);
+    let method = args.text("recompute-method")?.map(String::from);
+    let number = args.count("recompute-num-layers")?;
+    let modules = args.list("recompute-modules")?;
+    if beside.deepspeed && args.switch("deepspeed-activation-checkpointing") || old {
+        return Ok(Recompute::All(Recomputation::Full));
+    }
+    match granularity.as_deref() {
+        None if selective => Ok(Recompute::All(Recomputation::Attention)),
+        None => Ok(Recompute::All(Recomputation::None)),
+        Some("full") => {
+            match method.as_deref() {
+                Some("block") => Ok(Recompute::First(number.unwrap_or(1))),
+                _ => {
+                    if let Some(n) = number.filter(|n| *n > 1) {
+                        notes.push(Note {
+                        kind: NoteKind::NotModelled,
+                        name: args.spelled("recompute-num-layers"),
+                        value: Some(n.to_string()),
+                        line: None,
+                        words: "blocks are recomputed so many at a time: less is kept than predicted".into(),
+                    });
+                    }
+                    Ok(Recompute::All(Recomputation::Full))
+                }
+            }
+        }
+        Some("selective") => {
+            let modules = match modules.is_empty() {
+                true => vec!["core_attn".to_string()],
+                false => modules,
+            };
+            let mut ops = Vec::new();
+            for module in &modules {
+                match MODULES.iter().find(|(name, _)| name == module) {
+                    Some((_, own)) => ops.extend(own.iter().map(|o| o.to_string())),
+                    None => notes.push(Note {
+                        kind: NoteKind::NotModelled,
+                        name: args.spelled("recompute-modules"),
+                        value: Some(module.clone()),
+                        line: None,
+                        words: "what this module recomputes is not modelled: less memory and more time than predicted".into(),
+                    }),
+                }
+            }
+            Ok(match &modules[..] {
+                [one] if one == "core_attn" => Recompute::All(Recomputation::Attention),
+                [one] if one == "layernorm" => Recompute::All(Recomputation::Norms),
+                _ if ops.is_empty() => Recompute::All(Recomputation::None),
+                _ => Recompute::Ops(ops),
+            })
+        }
+        Some(other) => Err(args.wrong(
+            "recompute-granularity",
+            format!("`{other}` is no granularity"),
+            "Megatron-LM knows full and selective",
+        )),
+    }
+}
+
+/// What the job switches on, by the names of options.
+pub(super) fn options(
+    args: &Arguments,
+    beside: &Beside,
+    notes: &mut Vec<Note>,
+) -> Result<Vec<String>, JobError> {
+    let mut options = Vec::new();
+    let fp8 = match args.text("fp8-format")? {
+        None => args.text("fp8")?,
+        some => some,
+    };
+    if fp8.is_some_and(|f| f != "False") {
+        let recipe = args.text("fp8-recipe")?.unwrap_or("delayed");
+        options.push(match recipe {
+            "delayed" => "fp8-ds",
+            "tensorwise" => "fp8-cs",
+            "blockwise" => "fp8-sc",
+            "mxfp8" => "mxfp8",
+            other => {
+                return Err(args.wrong(
+                    "fp8-recipe",
+                    format!("`{other}` is no recipe that is modelled"),
+                    "modelled are delayed, tensorwise, blockwise and mxfp8",
+                ));
+            }
+        });
+    } else {
+        args.text("fp8-recipe")?;
+    }
+    let fp4 = args.text("fp4-format")?.or(args.text("fp4")?);
+    if fp4.is_some_and(|f| f != "False") {
+        options.push("nvfp4");
+    }
+    args.text("fp4-recipe")?;
+    if args.switch("overlap-moe-expert-parallel-comm") {
+        options.push("overlapped-dispatch");
+    }
+    let flex = args
+        .text("moe-flex-dispatcher-backend")?
+        .is_some_and(|b| b.ends_with("ep"));
+    let is_flex = args.text("moe-token-dispatcher-type")? == Some("flex");
+    if args.switch("moe-enable-deepep") || flex && is_flex {
+        options.push("dispatch-once-per-host");
+    }
+    if args.switch("grad-reduce-in-bf16") {
+        notes.push(Note {
+            kind: NoteKind::NotModelled,
+            name: args.spelled("grad-reduce-in-bf16"),
+            value: None,
+            line: args.line("grad-reduce-in-bf16"),
+            words: "gradients travel in bf16, which figures have, and are summed over microbatches in bf16, which they have not: less memory than predicted".into(),
+        });
+    }
+    let mut options: Vec<String> = options.into_iter().map(String::from).collect();
+    let backend = args.text("attention-backend")?.unwrap_or("auto");
+    match backend.trim_start_matches("AttnBackend.") {
+        "auto" | "fused" => {}
+        "flash" => options.push("attention=flash-2".into()),
+        "unfused" | "local" if !beside.deepspeed => options.push("attention=unfused".into()),
+        other => notes.push(Note {
+            kind: NoteKind::NotModelled,
+            name: args.spelled("attention-backend"),
+            value: Some(other.into()),
+            line: None,
+            words: "figures are of the version's usual attention kernel".into(),
+        }),
+    }
+    Ok(options)
+}
+
+/// What the job leaves out of what runs of Megatron-Core have, as options: overlaps that flags ask
+/// for, and the type in which gradients travel.
+pub(super) fn left_out(
+    args: &Arguments,
+    beside: &Beside,
+    [tensor, zero, data]: [u32; 3],
+    precision: Precision,
+) -> Vec<String> {
+    let asked = [
+        "tp-comm-overlap",
+        "overlap-grad-reduce",
+        "overlap-param-gather",
+    ];
+    let [overlaps_tensor, overlaps_grads, overlaps_params] = asked.map(|name| args.switch(name));
+    let full = args.is_off("accumulate-allreduce-grads-in-fp32");
+    let narrow = args.switch("grad-reduce-in-bf16") || full;
+    args.switch("accumulate-allreduce-grads-in-fp32");
+    if beside.deepspeed {
+        return Vec::new();
+    }
+    let wide = precision == Precision::Bf16 && !narrow;
+    let all = [
+        (tensor > 1 && !overlaps_tensor, "no-tensor-overlap"),
+        (data > 1 && !overlaps_grads, "no-gradient-overlap"),
+        (
+            data > 1 && zero > 0 && !overlaps_params,
+            "no-parameter-overlap",
+        ),
+        (data > 1 && wide, "grads-f32"),
+    ];
+    let some = all.into_iter().filter(|(is, _)| *is);
+    some.map(|(_, option)| option.to_string()).collect()
+}
