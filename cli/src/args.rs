@@ -71,7 +71,7 @@ pub enum Verb {
     Doctor(DoctorArgs),
     /// Look at training states that `run --checkpoint` wrote: what they are, whether they are whole,
     /// and their weights in Hugging Face's form.
-    #[command(after_help = format!("Examples:\n  meshwright checkpoint inspect state\n  meshwright checkpoint verify state\n  meshwright checkpoint convert state --config models/gpt2 -o gpt2-trained\n\n{EXIT_CODES}"))]
+    #[command(after_help = format!("Examples:\n  meshwright checkpoint inspect state\n  meshwright checkpoint verify state\n  meshwright checkpoint convert state --config models/gpt2 -o gpt2-trained\n  meshwright checkpoint convert state --config models/gpt2 -o gpt2-trained --force\n\n{EXIT_CODES}"))]
     Checkpoint {
         /// The verb.
         #[command(subcommand)]
@@ -577,7 +577,7 @@ pub enum DecayArg {
     Constant,
 }
 
-/// What ranks compute with.
+/// The devices that ranks compute with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum BackendArg {
     /// The processors of this machine.
@@ -614,7 +614,7 @@ pub enum FabricArg {
 pub struct RunArgs {
     /// The plan.
     pub plan: PathBuf,
-    /// What ranks compute with.
+    /// The devices that ranks compute with.
     #[arg(long, value_enum, default_value_t = BackendArg::Cpu)]
     pub backend: BackendArg,
     /// Who multiplies matrices; with --backend cuda [default: library].
@@ -960,6 +960,10 @@ pub struct ConvertArgs {
     /// The folder that gets model.safetensors and config.json.
     #[arg(short, long, value_name = "DIR")]
     pub output: PathBuf,
+    /// Replace these files where they are there already. Other verbs replace what they wrote before;
+    /// weights may be all that is left of a training.
+    #[arg(long)]
+    pub force: bool,
     /// Print JSON instead of words.
     #[arg(long)]
     pub json: bool,

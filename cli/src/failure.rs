@@ -246,6 +246,7 @@ impl From<runtime::RuntimeError> for Failure {
         let exit = match &e {
             Data(_)
             | Checkpoint { .. }
+            | NoneWhole { .. }
             | Record { .. }
             | OtherCheckpoint { .. }
             | OtherModel { .. }
@@ -261,7 +262,7 @@ impl From<runtime::RuntimeError> for Failure {
             e if e.is_watchdog() => Some(
                 "on a busy machine give ranks longer with --time-out SECONDS; where one hangs, a run with --record DIR and then `meshwright doctor PLAN DIR` say which, and where",
             ),
-            Checkpoint { .. } => Some(CHECKPOINTS_ARE),
+            Checkpoint { .. } | NoneWhole { .. } => Some(CHECKPOINTS_ARE),
             Record { .. } => Some("records are in the folder that `meshwright run --record` named"),
             OtherCheckpoint { .. } | OtherModel { .. } => Some(OTHER_CHECKPOINT),
             NotFinite { .. } => Some(DIVERGED),

@@ -156,6 +156,29 @@ fn a_run_goes_on_from_the_newest_checkpoint_that_is_whole() {
     assert_eq!(first_step(&place, "run.json"), 1);
 }
 
+/// Where no checkpoint is whole, all of them are named, the newest first.
+#[test]
+fn a_run_that_cannot_go_on_names_all_damaged_checkpoints() {
+    let place = Place::with_plan();
+    let kept = ["--steps", "1", "--checkpoint", "state"];
+    run(&place, &kept).expect(0);
+    run(&place, &[&kept[..], &["--resume", "state"]].concat()).expect(0);
+    for file in files(&place.path("state")) {
+        if file.to_string_lossy().contains("rank-0") {
+            std::fs::write(&file, b"").unwrap();
+        }
+    }
+    let done = run(&place, &["--steps", "1", "--resume", "state"]).expect(3);
+    let all = "none of its 2 checkpoints is whole, newest first";
+    assert!(done.err.contains(all), "{}", done.err);
+    let at = |name: &str| {
+        done.err
+            .find(name)
+            .unwrap_or_else(|| panic!("{name}: {}", done.err))
+    };
+    assert!(at("0002-step-2") < at("0001-step-1"), "{}", done.err);
+}
+
 /// A process that is killed in the middle of a file leaves it; the next run removes it.
 #[test]
 fn leftovers_of_dead_writers_are_removed() {

@@ -360,6 +360,17 @@ fn checkpoints_are_inspected_verified_and_converted() {
         .expect(0);
     assert!(place.read("hf/model.safetensors") == place.read("w.safetensors"));
     assert_eq!(place.read("hf/config.json"), place.read("config.json"));
+    // Weights are replaced only where that is asked for.
+    place.write("hf/config.json", b"mine");
+    place
+        .run(&[&convert[..], &["config.json"]].concat())
+        .expect(2)
+        .says(&["model.safetensors: is there already", "--force"]);
+    assert_eq!(place.read("hf/config.json"), b"mine");
+    place
+        .run(&[&convert[..], &["config.json", "--force"]].concat())
+        .expect(0);
+    assert_eq!(place.read("hf/config.json"), place.read("config.json"));
     run(&place, &["--steps", "1", "--weights", "hf"]).expect(0);
     place
         .run(&[&convert[..], &["tiny-gpt2"]].concat())

@@ -124,7 +124,7 @@ fn search(place: &Place, more: &[&str]) -> Command {
     command
 }
 
-/// What a search that was ended early wrote: a plan that holds, and says that it was.
+/// Asserts that a search was ended early and wrote a plan that holds, and says that it was.
 fn is_early(place: &Place, output: &Output) {
     assert_eq!(output.status.code(), Some(0), "{}", said(output));
     let plan: serde_json::Value = serde_json::from_slice(&place.read("plan.json")).unwrap();
@@ -153,4 +153,57 @@ fn a_search_takes_the_time_that_it_is_given() {
     let place = Place::new();
     let output = search(&place, &["--time-limit", "1"]).output().unwrap();
     is_early(&place, &output);
+}
+
+/// A search that was interrupted once it waited.
+fn interrupted(place: &Place, words: &[&str]) -> (String, Output) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_meshwright"));
+    let command = command.args(words).current_dir(place.path("."));
+    let child = command
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    wait_until_it_waits(&child);
+    std::thread::sleep(Duration::from_secs(1));
+    interrupt(&child);
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    let words = String::from_utf8_lossy(&output.stdout);
+    (
+        words.split_whitespace().collect::<Vec<_>>().join(" "),
+        output,
+    )
+}
+
+/// Searches of about a minute each, of which the first is under way.
+const LONG: [&str; 8] = [
+    "--global-batch",
+    "2048",
+    "--sequence",
+    "4096",
+    "--precision",
+    "bf16",
+    "--cluster",
+    "dgx-h100",
+];
+
+#[test]
+fn an_interrupted_sweep_shows_the_points_that_are_there() {
+    let place = Place::new();
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../models/moe-1t");
+    let sweep = ["sweep", model, "--hosts", "256,128,64", "--csv", "s.csv"];
+    let (words, output) = interrupted(&place, &[&sweep[..], &LONG].concat());
+    assert!(said(&output).contains("interrupted: ending with the points that are there"));
+    assert!(
+        words.contains("Ended early: 1 of 3 points were searched"),
+        "{words}"
+    );
+    assert_eq!(
+        String::from_utf8(place.read("s.csv"))
+            .unwrap()
+            .lines()
+            .count(),
+        2
+    );
 }

@@ -56,11 +56,11 @@ pub enum RuntimeError {
     Mismatch {
         /// The rank that noticed.
         rank: Rank,
-        /// What it came with.
+        /// The operation that it came with.
         brings: String,
         /// Another one.
         other: Rank,
-        /// What that one came with.
+        /// The operation that that one came with.
         brought: String,
     },
     /// A rank's process is gone, or does not answer.
@@ -92,13 +92,13 @@ pub enum RuntimeError {
     /// A device, its driver or the compiler of its kernels failed.
     #[error("the device failed: {problem}")]
     Device {
-        /// What failed, and how.
+        /// The call that failed, and how.
         problem: String,
     },
     /// There is no device of the kind that was asked for, or a library for it is missing.
     #[error("{problem}")]
     NoDevice {
-        /// What is missing.
+        /// The missing part.
         problem: String,
         /// How to go on.
         way_out: String,
@@ -195,6 +195,14 @@ pub enum RuntimeError {
         /// Why.
         problem: String,
     },
+    /// None of several checkpoints is whole.
+    #[error("{}: none of its {} checkpoints is whole, newest first:{}", path.display(), problems.len(), listed(problems))]
+    NoneWhole {
+        /// The folder.
+        path: PathBuf,
+        /// The first problem of each, the newest first.
+        problems: Vec<RuntimeError>,
+    },
     /// A checkpoint cannot be read or written.
     #[error("{}: {problem}", path.display())]
     Checkpoint {
@@ -203,6 +211,11 @@ pub enum RuntimeError {
         /// Why.
         problem: String,
     },
+}
+
+/// Errors as indented lines.
+fn listed(problems: &[RuntimeError]) -> String {
+    problems.iter().map(|p| format!("\n  {p}")).collect()
 }
 
 impl RuntimeError {

@@ -1,4 +1,4 @@
-//! What every rank is doing, in a file that outlives its process, and what the files of a run that
+//! The place of every rank, in a file that outlives its process, and what the files of a run that
 //! hangs or died say when they are held against its program.
 //!
 //! A rank writes where it is in its script before and after each instruction, 40 bytes in place: the
@@ -135,19 +135,37 @@ pub fn host() -> String {
     }
 }
 
+/// Moves the records of a run into a folder inside of theirs, where they outlive what follows.
+pub fn set_aside(folder: &Path, name: &str) -> Result<PathBuf, RuntimeError> {
+    let failed = |path: &Path, e: io::Error| problem(path, e.to_string());
+    let aside = folder.join(name);
+    std::fs::create_dir_all(&aside).map_err(|e| failed(&aside, e))?;
+    let entries = std::fs::read_dir(folder).map_err(|e| failed(folder, e))?;
+    for path in entries.flatten().map(|e| e.path()) {
+        if let (true, Some(name)) = (is_record(&path), path.file_name()) {
+            std::fs::rename(&path, aside.join(name)).map_err(|e| failed(&path, e))?;
+        }
+    }
+    Ok(aside)
+}
+
+fn is_record(path: &Path) -> bool {
+    path.extension().is_some_and(|e| e == ENDING)
+}
+
 /// Removes the records of an earlier run from a folder.
 pub fn clear(folder: &Path) -> Result<(), RuntimeError> {
     let failed = |path: &Path, e: io::Error| problem(path, e.to_string());
     let entries = std::fs::read_dir(folder).map_err(|e| failed(folder, e))?;
     for path in entries.flatten().map(|e| e.path()) {
-        if path.extension().is_some_and(|e| e == ENDING) {
+        if is_record(&path) {
             std::fs::remove_file(&path).map_err(|e| failed(&path, e))?;
         }
     }
     Ok(())
 }
 
-/// What a rank's file says.
+/// The contents of a rank's file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Seen {
     /// The rank.
@@ -223,7 +241,7 @@ impl Seen {
     }
 }
 
-/// What a rank was doing.
+/// The activity of a rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Doing {
     /// It left no record.
@@ -244,7 +262,7 @@ pub enum Doing {
 /// The result of holding records against their program.
 #[derive(Clone, Debug)]
 pub struct Diagnosis {
-    /// What each rank of the program was doing.
+    /// The activity of each rank of the program.
     pub ranks: BTreeMap<Rank, Doing>,
     /// Those for whom others waited and who waited for nobody themselves.
     pub culprits: BTreeSet<Rank>,

@@ -237,6 +237,16 @@ fn convert(args: &ConvertArgs) -> Result<(), Failure> {
     let mut inputs = vec![from.path()];
     inputs.extend(config_file.as_deref());
     outputs::check_regular(&[&weights, &copy], &inputs)?;
+    let there = [&weights, &copy].into_iter().find(|file| file.exists());
+    if let Some(file) = there.filter(|_| !args.force) {
+        let what = format!(
+            "{}: is there already, and would be replaced",
+            file.display()
+        );
+        return Err(Failure::new(Exit::Usage, what).help(
+            "name another folder, or replace it with --force; other verbs replace what they wrote before, but weights may be all that is left of a training",
+        ));
+    }
     let supply = |name: &str| values(&from, name);
     outputs::write_with(&weights, |out| {
         Ok(import::export(&weights, out, &config, supply)?)

@@ -1,10 +1,10 @@
 //! `compile`: model, training and cluster to a plan that passed the checker.
 
 mod runners_up;
-mod watching;
 mod ways_out;
 
 use super::spinner;
+use super::watching::Watching;
 use crate::args::CompileArgs;
 use crate::failure::{Exit, Failure};
 use crate::{cluster, document, files, model, outputs, plan_file, report, software, train_spec};
@@ -17,8 +17,10 @@ use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use watching::Watching;
 use ways_out::Asked;
+
+/// Said when a search is interrupted.
+const BEST_SO_FAR: &str = "taking the best plan so far, or the first one found";
 
 pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     let pins = Pins::parse(&args.pins).map_err(pin_failure)?;
@@ -51,7 +53,7 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
         headroom: args.headroom.map(|h| h.0),
         effort: args.effort,
         without_hiding: false,
-        watcher: Watcher::new(Arc::new(Watching::new(&bar, limit)?)),
+        watcher: Watcher::new(Arc::new(Watching::new(&bar, limit, BEST_SO_FAR)?)),
         made_for,
     };
     let planned = search(recipe, &forward, &spec, &cluster, &options);

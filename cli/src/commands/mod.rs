@@ -22,6 +22,7 @@ pub mod schema;
 pub mod simulate;
 pub mod solve;
 pub mod sweep;
+pub mod watching;
 pub mod what_if;
 
 use indicatif::{ProgressBar, ProgressStyle};

@@ -5,6 +5,7 @@ mod draw;
 
 use super::point::{Point, Wanted};
 use super::spinner;
+use super::watching::Watching;
 use crate::args::SweepArgs;
 use crate::failure::{Exit, Failure};
 use crate::quantity::{Amount, Unit};
@@ -13,9 +14,11 @@ use crate::report::{self, count, percent, table, wrapped};
 use crate::{cluster, files, model, outputs};
 use ir::cluster::Cluster;
 use ir::{Seconds, counted};
+use planner::Watcher;
 use serde::Serialize;
 use serde_json::json;
 use std::path::Path;
+use std::sync::Arc;
 
 /// One point of the sweep.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -32,7 +35,7 @@ struct Row {
     reason: Option<String>,
     /// Days to the number of tokens that was asked for.
     days: Option<f64>,
-    /// What these cost, in the unit of the price.
+    /// The cost of these, in the unit of the price.
     cost: Option<f64>,
 }
 
@@ -54,7 +57,7 @@ pub fn run(args: &SweepArgs) -> Result<(), Failure> {
     outputs::check(&files, &inputs)?;
     let prices = prices(&args.price, &args.clusters)?;
     let tokens = tokens(args.tokens.as_deref())?;
-    let wanted = Wanted::of(
+    let mut wanted = Wanted::of(
         &args.model,
         args.expert_capacity,
         &args.train,
@@ -65,11 +68,29 @@ pub fn run(args: &SweepArgs) -> Result<(), Failure> {
     let clusters = clusters(args)?;
     let mut rows = Vec::new();
     let bar = spinner("searching for plans");
-    for (name, cluster) in &clusters {
+    let watching = Arc::new(Watching::new(
+        &bar,
+        None,
+        "ending with the points that are there, the last one with its best plan so far",
+    )?);
+    wanted.options.watcher = Watcher::new(watching.clone());
+    for (i, (name, cluster)) in clusters.iter().enumerate() {
+        if watching.is_over() {
+            break;
+        }
+        watching.begin(format!(
+            "point {} of {}, {name} with {}",
+            i + 1,
+            clusters.len(),
+            counted(cluster.n_devices(), "device")
+        ));
         let price = prices.iter().find(|(n, _)| n == name).map(|(_, p)| *p);
         rows.push(row(&wanted, name, cluster, tokens, price)?);
     }
     bar.finish_and_clear();
+    let early = watching
+        .is_over()
+        .then(|| early(rows.len(), clusters.len()));
     if let Some(path) = &args.csv {
         outputs::write_atomic(path, csv(&rows).as_bytes())?;
     }
@@ -80,10 +101,17 @@ pub fn run(args: &SweepArgs) -> Result<(), Failure> {
         return Err(no_point(&rows));
     }
     if args.json {
-        return report::print_json(&json!({ "tokens": tokens, "rows": rows }));
+        return report::print_json(&json!({
+            "tokens": tokens,
+            "rows": rows,
+            "ended_early": early,
+        }));
     }
     let verdict = format!("{}{}", wanted.whose(), verdict(&rows, tokens));
     report::out(&wrapped(&verdict))?;
+    if let Some(words) = &early {
+        report::out(&wrapped(words))?;
+    }
     report::out("")?;
     report::out(&words(&rows, tokens))?;
     for path in files {
@@ -174,6 +202,13 @@ fn row(
         days: seconds.map(|s| s / DAY_S),
         cost: hours.zip(price).map(|(hours, price)| hours * price),
     })
+}
+
+/// Says what an interrupted sweep has.
+fn early(done: usize, of: usize) -> String {
+    format!(
+        "Ended early: {done} of {of} points were searched, and of the last one the plan is the best that was found by then."
+    )
 }
 
 /// The failure of a sweep of which no point has a plan.

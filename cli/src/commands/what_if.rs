@@ -5,6 +5,7 @@ mod fact;
 
 use super::again::{self, Again};
 use super::spinner;
+use super::watching::Watching;
 use crate::args::WhatIfArgs;
 use crate::failure::{Exit, Failure};
 use crate::plan_file::{self, Loaded};
@@ -18,10 +19,12 @@ use fact::Setting;
 use ir::cluster::Cluster;
 use ir::plan::Plan;
 use ir::{Graph, Seconds, TrainSpec, counted};
+use planner::Watcher;
 use serde::Serialize;
 use serde_json::json;
+use std::sync::Arc;
 
-/// What this plan would do under the new facts.
+/// The outcome of this plan under the new facts.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case", tag = "outcome")]
 enum Kept {
@@ -72,6 +75,13 @@ pub fn run(args: &WhatIfArgs) -> Result<(), Failure> {
     let facts = changes.join(", ");
     let kept = kept(&loaded, &again)?;
     let bar = spinner("searching for the best plan");
+    let watching = Arc::new(Watching::new(
+        &bar,
+        None,
+        "taking the best plan so far, or the first one found, and looking for no change of choice",
+    )?);
+    again.options.watcher = Watcher::new(watching.clone());
+    watching.begin(format!("the best plan with {facts}"));
     let other = again.plan();
     bar.finish_and_clear();
     let other = other?.map_err(|e| {
@@ -82,9 +92,10 @@ pub fn run(args: &WhatIfArgs) -> Result<(), Failure> {
     again::write(args.output.as_deref(), &other)?;
     let degrees = [&loaded, &other].map(|l| Degrees::of(&l.plan, &l.training));
     let alone = settings.len() == 1 && changes.len() == 1;
-    let flip = match settings.first().filter(|_| alone && args.searches > 0) {
+    let looks = alone && args.searches > 0 && !watching.is_over();
+    let flip = match settings.first().filter(|_| looks) {
         Some(setting) if degrees[0] != degrees[1] => {
-            flip(args, setting, &loaded, &again, &degrees)?
+            flip(args, setting, (&loaded, &again), &degrees, &watching)?
         }
         _ => None,
     };
@@ -101,12 +112,18 @@ pub fn run(args: &WhatIfArgs) -> Result<(), Failure> {
             "step_time_s": [loaded.plan.predicted.step_time_s, other.plan.predicted.step_time_s],
             "degrees": degrees,
             "flip": flip,
+            "ended_early": watching.is_over(),
             "predicted": against.predicted,
             "differences": against.differences,
             "plan": args.output,
         }));
     }
     report::out(&wrapped(&verdict))?;
+    if watching.is_over() {
+        report::out(&wrapped(
+            "Ended early: the new plan is the best that was found by then, or the value at which the choice changes was looked for no further.",
+        ))?;
+    }
     if let (Some(flip), Some(setting)) = (&flip, settings.first()) {
         report::out(&wrapped(&flip.words(setting.fact.unit())))?;
     }
@@ -320,16 +337,16 @@ fn verdict(
 fn flip(
     args: &WhatIfArgs,
     setting: &Setting,
-    loaded: &Loaded,
-    again: &Again,
+    (loaded, again): (&Loaded, &Again),
     degrees: &[Degrees; 2],
+    watching: &Watching,
 ) -> Result<Option<Flip>, Failure> {
     let dtype = loaded.plan.train.precision.compute();
     let [mut keeps, mut changes] = setting.values(&loaded.plan.cluster, dtype)?;
     if keeps <= 0.0 {
         return Ok(None);
     }
-    let bar = spinner("searching for the value at which the choice changes");
+    let bar = watching.again("searching for the value at which the choice changes");
     let mut to = degrees[1].to_string();
     let at = |value: f64| -> Result<Option<Degrees>, Failure> {
         let mut cluster = loaded.plan.cluster.clone();
@@ -343,9 +360,21 @@ fn flip(
         let planned = between.plan()?.ok();
         Ok(planned.map(|l| Degrees::of(&l.plan, &l.training)))
     };
-    for _ in 0..args.searches {
+    let mut searches = 0;
+    for i in 0..args.searches {
         let middle = (keeps * changes).sqrt();
-        match at(middle)? {
+        watching.begin(format!(
+            "search {} of {} for the value at which the choice changes",
+            i + 1,
+            args.searches
+        ));
+        let found = at(middle)?;
+        // A search that was ended early says nothing of the choice.
+        if watching.is_over() {
+            break;
+        }
+        searches += 1;
+        match found {
             Some(found) if found == degrees[0] => keeps = middle,
             found => {
                 changes = middle;
@@ -359,7 +388,7 @@ fn flip(
         keeps_at: keeps,
         changes_at: changes,
         to,
-        searches: args.searches,
+        searches,
     }))
 }
 

@@ -12,7 +12,7 @@
 //! reads the byte ranges that make its part. Neither writing nor reading holds more than what a
 //! rank's arena has anyway.
 //!
-//! What is written replaces nothing. Files are written through to the disk in a folder beside,
+//! Nothing is replaced by a write. Files are written through to the disk in a folder beside,
 //! then the manifest, then the folder gets its name, one number above the newest; only then old
 //! checkpoints go, all but the [newest two](KEPT). That can be done [in the background](Background),
 //! from copies of the states. A run goes on from the newest that is what its
@@ -176,9 +176,14 @@ pub fn find(path: &Path) -> Result<Found, RuntimeError> {
             Err(problems) => passed_over.extend(problems.into_iter().next()),
         }
     }
-    // The newest of several is the one that was meant.
     let none = || problem(path, "the folder has no checkpoint".into());
-    Err(passed_over.into_iter().next().unwrap_or_else(none))
+    Err(match passed_over.len() {
+        0 | 1 => passed_over.pop().unwrap_or_else(none),
+        _ => RuntimeError::NoneWhole {
+            path: path.to_path_buf(),
+            problems: passed_over,
+        },
+    })
 }
 
 /// All checkpoints at `path`, newest first: those of a folder, or the one that it is.

@@ -20,7 +20,7 @@ use planner::{Pins, PlanError, PlanOptions};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// What was asked for.
+/// The request.
 pub struct Asked<'a> {
     /// The model's file or folder, to build it for other sequences.
     pub model: &'a Path,

@@ -14,7 +14,7 @@ use crate::report::degrees::Degrees;
 use crate::{cluster, document, files, outputs, report};
 use cost_model::presets;
 use ir::counted;
-use runtime::RuntimeError;
+use runtime::{RuntimeError, record};
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
@@ -152,10 +152,18 @@ fn prepared(
         let degrees = Degrees::of(&l.plan, &l.training);
         format!("{degrees}, {} predicted", l.plan.predicted.step_time_s)
     });
+    let records = match &args.record {
+        // What the lost rank was doing is of use when all is over, too.
+        Some(folder) => {
+            let aside = record::set_aside(folder, &format!("before-loss-{losses}"))?;
+            format!("\n  records of the ranks before: {}", aside.display())
+        }
+        None => String::new(),
+    };
     crate::say(format_args!(
         "{}",
         report::wrapped(&format!(
-            "going on with {} in place of {n_ranks}, from step {step}: planned again in {searched:.1} s. Before: {before}. Now: {after} ({}).",
+            "going on with {} in place of {n_ranks}, from step {step}: planned again in {searched:.1} s ({}).\n  Before: {before}\n  Now:    {after}{records}",
             counted(n_new as u64, "rank"),
             plan.display()
         ))

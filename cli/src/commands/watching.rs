@@ -1,5 +1,7 @@
-//! A long search shows what it has so far, and Ctrl-C or a time limit takes that.
+//! A long search shows what it has so far, and Ctrl-C or a time limit takes that. A verb that makes several
+//! searches says which of them it is at.
 
+use super::spinner;
 use crate::failure::Failure;
 use crate::{interrupt, report};
 use indicatif::ProgressBar;
@@ -14,31 +16,71 @@ const EVERY: Duration = Duration::from_secs(10);
 
 /// Shows the search that it watches, and ends it when it is interrupted or its time is over.
 pub struct Watching {
-    bar: ProgressBar,
+    bar: Mutex<ProgressBar>,
     interrupted: Arc<AtomicBool>,
     until: Option<Instant>,
     /// When a line was last written, or the search began.
     told: Mutex<Instant>,
+    /// Which search of several it is; empty where there is one.
+    label: Mutex<String>,
 }
 
 impl Watching {
-    /// Watches from now on. `bar` shows it, on a terminal; `limit` is the time that the search has.
-    pub fn new(bar: &ProgressBar, limit: Option<Duration>) -> Result<Watching, Failure> {
+    /// Watches from now on. `bar` shows it, on a terminal; `limit` is the time that the search has;
+    /// `doing` is what an interrupt does. A process can call this once.
+    pub fn new(
+        bar: &ProgressBar,
+        limit: Option<Duration>,
+        doing: &'static str,
+    ) -> Result<Watching, Failure> {
         let now = Instant::now();
         Ok(Watching {
-            bar: bar.clone(),
-            interrupted: interrupt::flag("taking the best plan so far, or the first one found")?,
+            bar: Mutex::new(bar.clone()),
+            interrupted: interrupt::flag(doing)?,
             until: limit.and_then(|limit| now.checked_add(limit)),
             told: Mutex::new(now),
+            label: Mutex::default(),
         })
+    }
+
+    /// Says which search comes next.
+    pub fn begin(&self, label: String) {
+        let bar = self.bar();
+        if !bar.is_hidden() {
+            bar.set_message(label.clone());
+        }
+        // A poisoned lock holds words all the same.
+        *self.label.lock().unwrap_or_else(|e| e.into_inner()) = label;
+    }
+
+    /// Shows further searches, on a new bar.
+    pub fn again(&self, message: &'static str) -> ProgressBar {
+        let bar = spinner(message);
+        *self.bar.lock().unwrap_or_else(|e| e.into_inner()) = bar.clone();
+        bar
+    }
+
+    fn bar(&self) -> ProgressBar {
+        self.bar.lock().unwrap_or_else(|e| e.into_inner()).clone()
+    }
+
+    /// Whether searches are to end: it was interrupted, or its time is over.
+    pub fn is_over(&self) -> bool {
+        let is_late = self.until.is_some_and(|until| Instant::now() >= until);
+        is_late || self.interrupted.load(Ordering::Relaxed)
     }
 }
 
 impl Watch for Watching {
     fn see(&self, progress: &Progress) {
-        let words = words(progress);
-        if !self.bar.is_hidden() {
-            self.bar.set_message(words);
+        let label = self.label.lock().unwrap_or_else(|e| e.into_inner()).clone();
+        let words = match label.is_empty() {
+            true => words(progress),
+            false => format!("{label}: {}", words(progress)),
+        };
+        let bar = self.bar();
+        if !bar.is_hidden() {
+            bar.set_message(words);
             return;
         }
         // A poisoned lock holds a time all the same.
@@ -50,8 +92,7 @@ impl Watch for Watching {
     }
 
     fn ends(&self) -> bool {
-        let is_over = self.until.is_some_and(|until| Instant::now() >= until);
-        is_over || self.interrupted.load(Ordering::Relaxed)
+        self.is_over()
     }
 }
 
