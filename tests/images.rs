@@ -44,7 +44,7 @@ fn spec(precision: Precision) -> TrainSpec {
     }
 }
 
-/// What follows each token is a function of it, as a class of its image.
+/// Every token is followed by a function of it, as by a class of its image.
 fn batch(step: u32) -> Vec<Vec<u32>> {
     let tokens = (0..8).map(|i| (5 * i + 3 * step) % CLASSES);
     tokens.map(|t| vec![t, (7 * t + 2) % CLASSES]).collect()
@@ -168,7 +168,7 @@ fn microbatches_change_no_loss() {
     }
 }
 
-/// What follows a token is learnt from its image alone, in f32 and in bf16.
+/// The token that follows is learnt from an image alone, in f32 and in bf16.
 #[test]
 fn labels_of_images_are_learnt() {
     for precision in [Precision::F32, Precision::Bf16] {

@@ -147,7 +147,7 @@ fn nothing_of_training_is_left() {
     assert_eq!(predicted.mfu, predicted.hfu);
 }
 
-/// What does not fit whole is split by the search without any pin, as parameters alone.
+/// A model that does not fit whole is split by the search without any pin, as parameters alone.
 #[test]
 fn parameters_are_split_where_they_do_not_fit() {
     let case = inference("gpt2_small_tied", Precision::F32);
@@ -214,7 +214,8 @@ fn a_schedule_of_the_other_task_is_refused() {
     );
 }
 
-/// What training left in f32, with moments beside it, is what inference in halves begins with.
+/// Weights that training left in f32, with moments beside them, are what inference in halves begins
+/// with.
 #[test]
 fn a_checkpoint_of_training_loads_for_inference() {
     let mut case = Case::load("gpt2_small_tied");

@@ -371,7 +371,7 @@ fn context_parallel_attention_goes_around_a_ring() {
     }
 }
 
-/// What moves over the context axis in the second block, by name.
+/// The transfers over the context axis in the second block, by name.
 fn over_context(made: &Planned, kind: TemplateKind) -> Vec<String> {
     let role = only_role(&made.program);
     let mut names = Vec::new();

@@ -318,7 +318,8 @@ fn updates_that_are_left_out_are_refused() {
     });
 }
 
-/// What would need something of all stages at once, or would leave open what is learned.
+/// Plans are refused that would need something of all stages at once, or would leave open what is
+/// learned.
 #[test]
 fn what_does_not_go_with_it_is_refused_by_name() {
     let clipped = TrainSpec {

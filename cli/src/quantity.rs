@@ -2,7 +2,7 @@
 
 use crate::failure::{Exit, Failure};
 
-/// What a quantity measures.
+/// The unit that a quantity is measured in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
     /// Bytes per second; bits per second are written with a small b.

@@ -313,8 +313,8 @@ fn clusters() {
     }
 }
 
-/// What a cluster file says of other software is refused: published runs are predicted with it, and
-/// plans are not.
+/// A cluster file's facts about other software are refused: published runs are predicted with it,
+/// and plans are not.
 #[test]
 fn clusters_say_nothing_of_software() {
     let place = Place::new();
@@ -592,7 +592,7 @@ fn names_in_cluster_files_are_not_empty() {
     refuse(&text.replacen(name, "name = \"\"", 1), "name is empty");
 }
 
-/// What is advised against a lack of memory was tried, and what leaves no plan is named.
+/// Advice against a lack of memory was tried, and what leaves no plan is named.
 #[test]
 fn where_there_is_no_plan_the_conflict_is_named_and_the_ways_out_work() {
     let place = Place::new();

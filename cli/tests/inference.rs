@@ -53,7 +53,7 @@ fn a_model_is_compiled_checked_played_run_and_compared() {
     assert!(done.out.contains("step time"), "{}", done.out);
 }
 
-/// What was trained is evaluated: the loss of the first batch is that which training goes on with.
+/// A trained model is evaluated: the loss of the first batch is that which training goes on with.
 #[test]
 fn a_trained_checkpoint_is_evaluated() {
     let place = Place::new();

@@ -38,7 +38,7 @@ pub struct Account {
 pub struct MeshAccount {
     /// Ranks of the mesh.
     pub n_ranks: u32,
-    /// What takes time; exposed seconds add up to the step.
+    /// The parts that take time; exposed seconds add up to the step.
     pub lines: Vec<Line>,
 }
 
@@ -47,7 +47,7 @@ pub struct MeshAccount {
 pub struct Line {
     /// Kind of the layers that it is done for; none for waiting and what serves no layer.
     pub kind: Option<usize>,
-    /// What is done.
+    /// The work that is done.
     #[serde(flatten)]
     pub term: Term,
     /// Seconds in which this holds up the step.
@@ -80,7 +80,7 @@ pub enum Term {
         /// The part of the step that they are in.
         part: Part,
     },
-    /// What meshes send each other, and copies between memories.
+    /// Messages between meshes, and copies between memories.
     Transfer {
         /// Name of the level of links.
         link: String,
@@ -242,7 +242,7 @@ struct Cx<'a> {
     step_s: f64,
 }
 
-/// What counts while several things run: the first of these.
+/// The activity that counts while several run: the first of these.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Precedence {
     Kernel,

@@ -40,7 +40,7 @@ pub fn memory_of(role: &RoleProgram) -> RoleMemory {
     memory
 }
 
-/// What every rank of a role holds at its peak: the arena, what the device reserves and, where
+/// The memory of every rank of a role at its peak: the arena, what the device reserves and, where
 /// ranks are threads, the copies that the runtime makes.
 pub fn peak_bytes(role: &RoleProgram, cluster: &Cluster) -> Bytes {
     let scratch = match cluster.pool.is_some() {

@@ -40,7 +40,7 @@ impl Dim {
     }
 }
 
-/// What compiled kernels see of their block: `EmulatedBlock` of the header.
+/// The view that compiled kernels have of their block: `EmulatedBlock` of the header.
 #[repr(C)]
 pub struct Block {
     thread: Dim,
@@ -90,7 +90,7 @@ struct Fiber {
 /// The block that a host thread runs.
 struct Runner {
     shared: Block,
-    /// What `shared` points to.
+    /// The memory that `shared` points to.
     _slots: Vec<u64>,
     fibers: Vec<Fiber>,
     scheduler: *mut u8,

@@ -1,7 +1,7 @@
 //! NVRTC's functions, as `libnvrtc.so` exports them: a program becomes a shared object of the host,
 //! made by `c++` (or `$CXX`) with the emulator's header before the source.
 //!
-//! What was compiled is kept in `$MESHWRIGHT_EMULATOR_CACHE`, or in a folder of the system's for
+//! A compiled kernel is kept in `$MESHWRIGHT_EMULATOR_CACHE`, or in a folder of the system's for
 //! temporary files, under a hash of source, options and header.
 
 #![allow(unsafe_code)] // pointers of the caller's, who promises what the documentation asks for

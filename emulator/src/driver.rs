@@ -49,7 +49,7 @@ fn n_devices() -> usize {
     })
 }
 
-/// What an image begins with; the path of a shared object follows.
+/// The first bytes of an image; the path of a shared object follows.
 pub const IMAGE: &str = "// emulated image of ";
 
 fn gpu() -> &'static Gpu {

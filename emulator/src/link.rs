@@ -13,7 +13,7 @@ pub struct Driver {
     pub put: extern "C" fn(*mut c_void, Run, *mut c_void) -> c_int,
     /// Puts work of several streams on one of them: `emulated_meet`.
     pub meet: extern "C" fn(*mut c_void, Ready, Run, *mut c_void) -> c_int,
-    /// What such work waits for has changed: `emulated_wake`.
+    /// Tells that what such work waits for has changed: `emulated_wake`.
     pub wake: extern "C" fn(),
     /// The GPU of this thread: `emulated_device`.
     pub device: extern "C" fn() -> c_int,

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 
 /// Bit of device addresses: with it an address is none that the processor accepts.
 const TAG: u64 = 1 << 62;
-/// What fresh memory is full of: NaN in every type of floats, -1 in integers.
+/// The bytes that fresh memory is full of: NaN in every type of floats, -1 in integers.
 const POISON: u8 = 0xff;
 
 /// The blocks of memory that are allocated, by device address.

@@ -50,11 +50,11 @@ pub struct Desc {
     transposed: [bool; 2],
 }
 
-/// What an algorithm is to keep to: `cublasLtMatmulPreference_t`.
+/// The limits that an algorithm is to keep to: `cublasLtMatmulPreference_t`.
 #[derive(Clone, Copy, Debug)]
 pub struct Preference {
     workspace: usize,
-    /// Of A, B, C and D.
+    /// The alignments of A, B, C and D.
     aligned: [u32; 4],
 }
 

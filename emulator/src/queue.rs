@@ -47,7 +47,7 @@ pub type Ready = extern "C" fn(*mut c_void) -> c_int;
 /// Longest wait for others who may put work on a stream, before another look.
 const PATIENCE: Duration = Duration::from_millis(20);
 
-/// What can stand in a stream.
+/// An item of a stream.
 #[derive(Debug)]
 pub enum Op {
     /// A launch.

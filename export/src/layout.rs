@@ -37,19 +37,19 @@ pub(crate) struct Run {
     pub names: Vec<String>,
     /// The place in the model.
     pub kind: Kind,
-    /// What each axis of the stage's mesh does.
+    /// The roles of the axes of the stage's mesh.
     pub axes: Vec<Axis>,
     /// The parameters of the first layer.
     pub parameters: Vec<Parameter>,
     /// The results of the first layer's forward ops, in graph order.
     pub activations: Vec<Activation>,
-    /// What is recomputed.
+    /// The recomputation.
     pub recomputed: Recomputed,
     /// The memories that tensors rest in.
     pub spaces: Spaces,
 }
 
-/// What one axis of a mesh does in a layer.
+/// The role of one axis of a mesh in a layer.
 #[derive(Clone, Debug)]
 pub(crate) struct Axis {
     /// Its name.

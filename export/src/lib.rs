@@ -39,7 +39,7 @@ pub struct Export {
     /// The files to write.
     #[serde(skip)]
     pub files: Vec<File>,
-    /// What the target does otherwise than the plan.
+    /// The list of what the target does otherwise than the plan.
     pub not_expressed: Vec<NotExpressed>,
     /// The pins under which `compile` makes the plan that the files describe; none where there are
     /// no degrees.
@@ -58,12 +58,12 @@ pub struct File {
 /// Something of a plan that a target cannot express.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct NotExpressed {
-    /// What the plan does.
+    /// The plan's own way.
     pub what: String,
     /// Where.
     #[serde(rename = "where")]
     pub place: String,
-    /// What was written instead.
+    /// The way that was written instead.
     pub instead: String,
 }
 

@@ -1,4 +1,4 @@
-//! What layers recompute, told from the named choices.
+//! Recomputation of layers, told from the named choices.
 
 use crate::ExportError;
 use ir::plan::{Plan, relative_path};
@@ -6,7 +6,7 @@ use ir::training::{Recompute, TrainingGraph, choose, training_graph};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What a layer recomputes in its backward pass.
+/// The recomputation of a layer in its backward pass.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Recomputed {
@@ -74,7 +74,8 @@ impl Recomputed {
     }
 }
 
-/// What ops of a block do, with their names or, before a star, how these begin; all others are cheap.
+/// Kinds of a block's ops, with their names or, before a star, how these begin; all others are
+/// cheap.
 const KINDS: [(&str, &[&str]); 4] = [
     ("attention", &["attn.attend"]),
     ("norms", &["ln_*", "norm_*", "attn.q_norm*", "attn.k_norm*"]),

@@ -43,7 +43,7 @@ pub struct Summary {
     pub schedule: ScheduleKind,
     /// The stages in pipeline order; none where a layer is no embedding, block or head.
     pub stages: Option<Vec<Stage>>,
-    /// What each block recomputes.
+    /// The recomputation of each block.
     pub recompute: Vec<Recomputed>,
     /// Classes of tensors that rest in other memories.
     pub offload: Spaces,
@@ -70,9 +70,9 @@ fn schedule_name<S: serde::Serializer>(kind: &ScheduleKind, s: S) -> Result<S::O
 pub struct Degrees {
     /// Ranks that split samples.
     pub data: u32,
-    /// Of these, over how many states are split at `zero`; the others hold copies.
+    /// Data ranks over which states are split at `zero`; the others hold copies.
     pub sharded: u32,
-    /// Of the ranks that split sequences, over how many states are split too.
+    /// Ranks that split sequences over which states are split too.
     pub context_sharded: u32,
     /// The ZeRO level over them.
     pub zero: u8,
@@ -124,17 +124,17 @@ pub struct Stage {
 /// A place where the plan differs from what the summary states of all of it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Deviation {
-    /// What differs.
+    /// The subject that differs.
     pub subject: Subject,
     /// Where.
     pub place: String,
-    /// What the plan does there.
+    /// The plan's own way there.
     pub what: String,
-    /// What the summary states.
+    /// The way that the summary states.
     pub stated: String,
 }
 
-/// What a deviation is about.
+/// The subject of a deviation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Subject {
@@ -277,7 +277,7 @@ fn stages(plan: &Plan, runs: &[Run]) -> Option<Vec<Stage>> {
     Some(all)
 }
 
-/// What was found on the way to the degrees.
+/// Findings on the way to the degrees.
 #[derive(Default)]
 struct Found {
     obstacles: Vec<String>,

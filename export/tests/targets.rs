@@ -1,4 +1,4 @@
-//! What each target's files say of plans of every kind, and what is listed as said otherwise.
+//! The files of each target for plans of every kind, and what is listed as said otherwise.
 //!
 //! Golden files are whole exports: `MESHWRIGHT_BLESS=1` writes them again. `scripts/check_export.py`
 //! gives such files to the software itself.

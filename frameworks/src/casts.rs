@@ -5,7 +5,7 @@
 //! read it share them (q, k and v, gate and up are one matmul each there). What the forward
 //! pass cast is kept for the backward pass in the narrow type only, parameters are kept in it
 //! for the step, and what is gathered travels in it, so that a rank casts its own part.
-//! What is cast once in a step is left out.
+//! A tensor that is cast once in a step is left out.
 
 use ir::collective::CollectiveKind;
 use ir::op::OpKind;

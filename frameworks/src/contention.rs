@@ -5,7 +5,7 @@
 //! collectives on `s` of `n` multiprocessors do `1 - s/n` of their work in that time.
 //!
 //! So `c` seconds of collectives cost the kernels beside them `c s/n`, where they last longer.
-//! What runs beside what is taken from one play of the template in which nothing outside is
+//! The overlap of instructions is taken from one play of the template in which nothing outside is
 //! waited for and nothing slows down; reductions of gradients that begin in the last backward
 //! pass but are instructions of the step's end slow nothing down here.
 

@@ -1,4 +1,4 @@
-//! What other software can express of a plan: which degrees it has, at which ZeRO levels, under
+//! The reach of other software over plans: which degrees it has, at which ZeRO levels, under
 //! which schedules, with what recomputed.
 //!
 //! This is the one list of it. Plans that are made for a framework are searched in it (the
@@ -30,11 +30,11 @@ pub enum Framework {
     InternEvo,
     /// OneFlow.
     OneFlow,
-    /// What Meta trained Llama 3 with, which was not published as software.
+    /// The software that Meta trained Llama 3 with, which was not published as software.
     Llama3,
 }
 
-/// What norms and residuals do over tensor ranks.
+/// The layout of norms and residuals over tensor ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SequenceParallel {
     /// They are whole on every tensor rank.
@@ -45,7 +45,7 @@ pub enum SequenceParallel {
     Always,
 }
 
-/// What all blocks of a model recompute, as an option of a framework.
+/// The recomputation of all blocks of a model, as an option of a framework.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Recomputation {
     /// Nothing.
@@ -104,7 +104,7 @@ impl Split {
     }
 }
 
-/// What a framework can express.
+/// The vocabulary of a framework.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Vocabulary {
     /// Whether ranks split features.
@@ -127,9 +127,9 @@ pub struct Vocabulary {
     /// Whether states are always split over ranks that split sequences: FSDP's mesh is made of the
     /// data and the context ranks, so there is no level 0 beside the latter.
     pub splits_states_over_context: bool,
-    /// What norms and residuals do over tensor ranks.
+    /// The layout of norms and residuals over tensor ranks.
     pub sequence_parallel: SequenceParallel,
-    /// What all blocks recompute, that which recomputes least first.
+    /// The choices of recomputation of all blocks, that which recomputes least first.
     pub recompute: &'static [Recomputation],
 }
 
@@ -252,7 +252,7 @@ impl Framework {
         Framework::ALL.into_iter().find(|f| f.name() == name)
     }
 
-    /// What it can express.
+    /// Its vocabulary.
     pub fn vocabulary(self) -> Vocabulary {
         match self {
             Framework::MegatronCore | Framework::Nemo => MEGATRON,

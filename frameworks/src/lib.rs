@@ -57,7 +57,7 @@ pub struct Executed {
     pub costs: Costs,
 }
 
-/// What software makes of a program.
+/// A program as software executes it.
 ///
 /// Fails as the costs of the program do.
 pub fn execute(

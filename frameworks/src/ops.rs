@@ -27,8 +27,8 @@ pub(crate) struct Around<'a> {
     pub unmoved_bytes: u64,
     /// Bytes that its kernel moves beside them.
     pub more_bytes: u64,
-    /// What a matmul in a narrower type casts into the copies that are kept, where they are;
-    /// else it casts its own operands, as if no other matmul read them.
+    /// The operands that a matmul in a narrower type casts into the copies that are kept, where
+    /// they are; else it casts its own operands, as if no other matmul read them.
     pub kept_casts: Option<&'a [Local]>,
 }
 

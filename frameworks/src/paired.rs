@@ -7,7 +7,7 @@
 //! again for `dw` while `dx` is made. (Megatron-LM since September 2021,
 //! `LinearWithGradAccumulationAndAsyncCommunication`; Korthikanti et al. 2022, section 6.)
 //!
-//! What is hidden is the shorter of both, but for the share of the multiprocessors that the
+//! Hidden is the shorter of both, but for the share of the multiprocessors that the
 //! collective takes from the matmul; that it takes memory bandwidth too is not counted.
 
 use crate::Software;

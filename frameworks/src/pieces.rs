@@ -1,6 +1,6 @@
 //! Collectives that move piece by piece beside a matmul.
 //!
-//! Of `n` pieces the first has to arrive before the matmul begins, or the last one to leave
+//! The first of `n` pieces has to arrive before the matmul begins, or the last one to leave
 //! after it has ended; the others move while it computes. So of a collective of `c` and its
 //! matmuls of `m` seconds, `min(c, m) (1 - 1/n)` is hidden. Pieces that are scattered arrive
 //! side by side, and a kernel adds them up (PyTorch's `_fused_matmul_reduce_scatter`, the ring

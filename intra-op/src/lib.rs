@@ -52,13 +52,13 @@ pub enum IntraOpError {
     Malformed {
         /// The place, in the words of the file form: `problem.nodes.costs[17]`.
         place: String,
-        /// What is wrong there.
+        /// The fault there.
         detail: String,
     },
     /// A choice does not belong to the problem.
     #[error("the choice {detail}")]
     Choice {
-        /// What is wrong with it.
+        /// Its fault.
         detail: String,
     },
     /// Numbers too large for exact 64-bit sums.

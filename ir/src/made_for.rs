@@ -16,7 +16,7 @@ pub struct MadeFor {
     pub name: String,
     /// Its version, in its own or in its years.
     pub version: String,
-    /// What is switched on that the version does not do by itself.
+    /// Behaviours that are switched on and that the version has not by itself.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub options: Vec<String>,
 }

@@ -28,8 +28,8 @@ pub type Spaces = BTreeMap<TensorClass, Space>;
 )]
 #[serde(rename_all = "snake_case")]
 pub enum TensorClass {
-    /// What only updates use: moments and, where microbatches compute with copies of another
-    /// precision, the master copies of parameters.
+    /// Tensors that only updates use: moments and, where microbatches compute with copies of
+    /// another precision, the master copies of parameters.
     Optimizer,
     /// Parameters as microbatches read them.
     Parameters,

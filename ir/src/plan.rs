@@ -38,7 +38,7 @@ pub struct Plan {
     pub name: String,
     /// The forward graph in text form.
     pub graph: String,
-    /// What a step computes.
+    /// The training.
     pub train: TrainSpec,
     /// The cluster.
     pub cluster: Cluster,
@@ -379,7 +379,7 @@ pub struct Proof {
     pub stopped: bool,
     /// Per stage, what was proved about its intra-op choice given layers, mesh and budget.
     pub stages: Vec<StageProof>,
-    /// What simplicity cost, where a simpler plan was taken than the fastest that was found.
+    /// The price of simplicity, where a simpler plan was taken than the fastest that was found.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub simpler: Option<Simpler>,
     /// Other plans that were simulated and saved, the fastest first.

@@ -182,7 +182,7 @@ pub struct Buffer {
     pub pieces: Option<Pieces>,
     /// Lifetime.
     pub class: BufferClass,
-    /// Of a buffer per microbatch whose copies others use too, how they take turns.
+    /// The turns of a buffer per microbatch whose copies others use too.
     pub turns: Option<Turns>,
     /// The memory that it lies in.
     pub space: Space,

@@ -9,7 +9,7 @@ use crate::{DType, Figure};
 pub use file::TrainFile;
 use serde::{Deserialize, Serialize};
 
-/// What a step does with a batch.
+/// The task of a step.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema,
 )]

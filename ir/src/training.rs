@@ -27,7 +27,7 @@
 //! updates a step. There is no norm. The `read` of a state is what the microbatch before left.
 //!
 //! These paths are labels, with `-2` or more behind them where the model has an op of that path.
-//! What an op is says its [`Origin`](crate::Origin).
+//! Every op says what it is by its [`Origin`](crate::Origin).
 //!
 //! For inference ([`Task::Inference`](crate::Task)) the graph has of all this the parameters, which
 //! rest in the compute dtype and are never written, and the forward pass to `accumulate.loss`.

@@ -310,7 +310,7 @@ impl Arguments {
         }
     }
 
-    /// What was looked at, by the names there, with values.
+    /// The arguments that were looked at, by the names there, with values.
     pub fn settings(&self) -> BTreeMap<String, String> {
         let seen = self.seen.borrow();
         let all = self.all.iter().filter(|(name, _)| seen.contains(*name));

@@ -11,7 +11,7 @@ pub(crate) fn value(text: &str) -> Option<i64> {
     rest.is_empty().then_some(value)
 }
 
-/// What is left to read, the next character last.
+/// The characters that are left to read, the next one last.
 type Rest = Vec<char>;
 
 fn sum(rest: &mut Rest, depth: usize) -> Option<i64> {

@@ -259,7 +259,7 @@ const LAUNCHERS: [&str; 6] = [
     "launch.py",
 ];
 
-/// What a command starts; none where it starts no training.
+/// The training that a command starts; none where it starts no training.
 fn start_of(command: &Command, words: &[String], depth: usize) -> Option<Start> {
     let first = words.iter().find(|w| !w.contains('='))?;
     let ignored = [

@@ -46,9 +46,10 @@ pub struct Job {
     pub framework: Framework,
     /// Its version, where the job says that it is not the usual one.
     pub version: Option<String>,
-    /// What the job switches on there, as `compile --for` has it behind a plus sign.
+    /// Options that the job switches on there, as `compile --for` has it behind a plus sign.
     pub options: Vec<String>,
-    /// What is usual beside it today, and assumed: options that the version's own runs had not yet.
+    /// Options that are usual beside them today, and assumed: those that the version's own runs had
+    /// not yet.
     pub usual: Vec<String>,
     /// The model.
     pub model: Model,
@@ -180,7 +181,7 @@ fn recomputation_name<S: serde::Serializer>(r: &Recomputation, s: S) -> Result<S
     })
 }
 
-/// What was made of something in a file, beside what the job says.
+/// A remark on something in a file, beside what the job says.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Note {
     /// The kind.

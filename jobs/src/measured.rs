@@ -61,7 +61,7 @@ fn argument(line: &str) -> Option<(&str, &str)> {
     (is_name && !value.is_empty()).then_some((name, value))
 }
 
-/// What a log states of its steps; none where it states nothing.
+/// The figures that a log states of its steps; none where it states nothing.
 ///
 /// The first step, in which kernels are compiled and memory is found, does not count where there are
 /// others; nor do steps of another batch than the last one's.

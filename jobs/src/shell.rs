@@ -1,6 +1,6 @@
 //! A shell script as the commands that it holds, with variables put in. Nothing is executed.
 //!
-//! What is understood: continued lines, quotes, comments, here-documents, assignments
+//! Understood are continued lines, quotes, comments, here-documents, assignments
 //! (`A=1`, `A+=..`, `export`, `A=(..)`), `$A`, `${A}`, `${A:-..}`, `${A[@]}` and `$((..))`. What only a
 //! shell could know (the output of a command, what is set under a condition) becomes a *gap* in the
 //! words where it is used, with the reason; who needs the word says so, who does not need it goes on.

@@ -246,7 +246,7 @@ pub(crate) fn read(
     })
 }
 
-/// What FSDP moves to the hosts: all that it splits (`CPUOffloadPolicy`).
+/// The tensors that FSDP moves to the hosts: all that it splits (`CPUOffloadPolicy`).
 fn offload(args: &Arguments) -> Offload {
     let host = args
         .is_on("training.enable-cpu-offload")

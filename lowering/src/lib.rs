@@ -24,7 +24,7 @@
 //! these. Only world scalars (the loss, the squares of the norm) are reduced by the first of
 //! `reshard::paths` without asking.
 //!
-//! What readers of the programs may rely on beyond `ir::program`:
+//! Readers of the programs may rely on this beyond `ir::program`:
 //! * `Layout` is a view: its result is its operand's buffer, and no instruction plays it. Where a
 //!   microbatch lays out a state, which it may update before others read it, it is a copy.
 //! * `Input` is loaded and `Constant` filled in every template and spec that uses it.

@@ -244,7 +244,7 @@ fn units(kind: TemplateKind, instructions: &[Instruction]) -> Vec<usize> {
     instructions.iter().map(of).collect()
 }
 
-/// What is staged in a template, in order of first uses.
+/// The tensors that are staged in a template, in order of first uses.
 fn segments(instructions: &[Instruction], units: &[usize], moved: &Moved) -> Vec<Segment> {
     let mut found: Vec<Segment> = Vec::new();
     let mut open: BTreeMap<BufferId, usize> = BTreeMap::new();

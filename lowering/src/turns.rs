@@ -18,8 +18,8 @@
 //! copy 2    1F0 to 1B0, 0F3 to 0B3
 //! ```
 //!
-//! What an exchange sends or fills has copies of its own: exchanges run beside other slots and
-//! wait for the microbatch that had the copy before, which by turns would be another one each
+//! A buffer that an exchange sends or fills has copies of its own: exchanges run beside other slots
+//! and wait for the microbatch that had the copy before, which by turns would be another one each
 //! time. All other slots of a role follow each other, so nothing has to wait for a turn.
 //!
 //! A row has one buffer of each stage: the first of a size with the others' first, and so on. That
@@ -51,7 +51,7 @@ fn touched_by(role: &RoleProgram) -> Vec<Vec<TemplateId>> {
     by
 }
 
-/// What buffers that may share copies have in common: the memory, and the bytes from copy to copy.
+/// The common facts of buffers that may share copies: the memory, and the bytes from copy to copy.
 type Size = (Space, u64);
 
 /// The passes that use a buffer first and last.

@@ -317,7 +317,8 @@ impl Frontier {
     }
 }
 
-/// What the first stages of a mesh may weigh so that the mesh can still be as good as one that is
+/// The weight that the first stages of a mesh may have so that the mesh can still be as good as one
+/// that is
 /// known to fit: Lagrange's bound. With a price on memory the rest weighs no less than the least
 /// of each stage's seconds and priced bytes, less the price of what there is.
 struct Hope {
@@ -325,7 +326,7 @@ struct Hope {
     price: f64,
     /// By number of stages that are chosen: the least of seconds and priced bytes of the others.
     rest: Vec<f64>,
-    /// What seconds and priced bytes of all stages may come to.
+    /// The most that seconds and priced bytes of all stages may come to.
     limit: f64,
 }
 

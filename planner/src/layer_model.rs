@@ -143,7 +143,8 @@ pub(crate) struct Weights {
     pub assumed: Assumed,
 }
 
-/// What is assumed where strategies are chosen. The objective and what is proved assume nothing.
+/// An assumption under which strategies are chosen. The objective and what is proved assume
+/// nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Assumed {
     /// The ZeRO level that choices have to keep to; any, where there is none.

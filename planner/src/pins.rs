@@ -55,7 +55,7 @@ pub struct Pins {
     pub tensors: Vec<TensorPin>,
 }
 
-/// What attention does on an axis whose ranks split the sequence in all other ops.
+/// The way of attention on an axis whose ranks split the sequence in all other ops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ContextAttention {
     /// Queries stay with their tokens; all keys and values are gathered for them (Llama 3,

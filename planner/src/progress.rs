@@ -1,4 +1,4 @@
-//! What a search says of itself while it goes on, and how it is ended early.
+//! The words of a search about itself while it goes on, and how it is ended early.
 //!
 //! Invariant: who watches changes nothing, and only who ends a search early gets another plan.
 

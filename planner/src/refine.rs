@@ -76,7 +76,7 @@ pub(crate) struct Stage<'s, 'm> {
     pub fits: bool,
     /// A cost in quanta that no choices that fit can beat, as far as is known.
     pub bound: u128,
-    /// Whether what is proved about them is of use. A bound takes as long as all else.
+    /// Whether a proof about them is of use. A bound takes as long as all else.
     pub proves: bool,
 }
 
@@ -175,7 +175,7 @@ pub(crate) fn refine(
     })
 }
 
-/// What is proved about choices that were made under an assumption, of which the stage's weights
+/// The proof about choices that were made under an assumption, of which the stage's weights
 /// know nothing: their objective under these weights, and a bound on all choices.
 pub(crate) fn proved(
     stage: &Stage<'_, '_>,

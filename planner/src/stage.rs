@@ -30,7 +30,7 @@ struct Way<'m> {
     priced: PricedLayer<'m>,
 }
 
-/// What was chosen for a layer.
+/// The choice for a layer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct LayerChoice {
     /// The number of the choice of what is recomputed.
@@ -236,7 +236,8 @@ impl<'m> PricedMesh<'m> {
         products
     }
 
-    /// What is best for one layer between two boundary layouts; `None` where nothing is possible.
+    /// The best choices for one layer between two boundary layouts; `None` where nothing is
+    /// possible.
     pub(crate) fn decode(&self, kind: usize, entry: usize, exit: usize) -> Option<LayerChoice> {
         let (_, way) = self.matrices[kind][entry][exit]?;
         let way = &self.ways[kind][way];

@@ -1,4 +1,4 @@
-//! What the words of `gpu` cells say beside the entry of the data files that they are found by,
+//! Devices by the words of `gpu` cells, beside the entry of the data files that they are found by,
 //! and what is assumed of a row's machine. A word that contradicts the entry is never dropped: another entry is taken, the
 //! row is refused, or what is modelled instead stands in `assumed`, as do words that nothing reads.
 //!
@@ -26,8 +26,8 @@ const GPU_WORDS: [&str; 12] = [
     "SXM",
 ];
 
-/// What a board is called, over what it holds: 80 GB are 85.9 of 10^9 bytes, and 40,960 MiB less than
-/// 43. Other boards of a chip differ by more.
+/// The memory that a board's name states, over what it holds: 80 GB are 85.9 of 10^9 bytes, and
+/// 40,960 MiB less than 43. Other boards of a chip differ by more.
 const CALLED: std::ops::RangeInclusive<f64> = 0.9..=1.05;
 
 /// Whether a `gpu` cell begins with a device's name, and not with a longer one.
@@ -36,7 +36,7 @@ pub fn begins_with(cell: &str, name: &str) -> bool {
     rest.is_some_and(|rest| !rest.starts_with(char::is_alphanumeric))
 }
 
-/// What in a `gpu` cell speaks against a device, in words.
+/// Names the words of a `gpu` cell that speak against a device.
 pub fn against(cell: &str, name: &str, device: &Device) -> Option<String> {
     let is_pcie = name.contains("pcie");
     let words = words(cell);
@@ -118,7 +118,7 @@ pub fn outside(cell: &str) -> String {
     cell.chars().filter(is_outside).collect()
 }
 
-/// What is assumed of a row's machine against its cells, or beside them.
+/// Assumptions on a row's machine against its cells, or beside them.
 pub fn assumed(
     row: &Row,
     (fact, links): (&DeviceFact, &Interconnect),

@@ -21,8 +21,8 @@ pub struct Choice {
 }
 
 impl Choice {
-    /// What the row does not say of it, and of its degrees: a degree that is not stated is 1, and
-    /// replicas are what the others leave of the GPUs.
+    /// Lists what the row does not say of it, and of its degrees: a degree that is not stated is 1,
+    /// and replicas are what the others leave of the GPUs.
     pub fn assumed(&self, row: &Row) -> Result<Vec<String>, Unmodelled> {
         let mut assumed = Vec::new();
         for column in ["tp", "pp"] {

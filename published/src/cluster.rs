@@ -12,12 +12,12 @@ use ir::{Bytes, DType};
 /// A run that was measured fitted its devices, so their capacity must not shape its plan.
 const UNBOUNDED_MEMORY: Bytes = Bytes(1 << 60);
 
-/// What a row ran on.
+/// The machine that a row ran on.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Machine {
     /// The hardware, with as much memory as asked for.
     pub cluster: Cluster,
-    /// What drove it.
+    /// The software that drove it.
     pub software: Software,
 }
 
@@ -165,7 +165,7 @@ fn hosts_of(catalogue: &Catalogue, device: &DeviceFact) -> Hosts {
     }
 }
 
-/// What is assumed of a row's machine, beside or against its cells: a network that they do not
+/// Assumptions on a row's machine, beside or against its cells: a network that they do not
 /// state or state otherwise, words that nothing reads, the rate of a type that the device lacks.
 pub fn assumed(row: &Row, facts: &Facts, cluster: &Cluster) -> Result<Vec<String>, Unmodelled> {
     let catalogue = facts.catalogue();

@@ -19,7 +19,7 @@ pub const REQUIRED_COLUMNS: [&str; 12] = [
     "mlp_type",
 ];
 
-/// What the plan of a row is made of beside them, where it is stated.
+/// Columns of which the plan of a row is made beside them, where it is stated.
 const OPTIONAL: [&str; 14] = [
     "precision",
     "heads",
@@ -37,10 +37,11 @@ const OPTIONAL: [&str; 14] = [
     "recompute",
 ];
 
-/// What names a row, and by what facts of releases and recipes are found.
+/// Columns that name a row, and by which facts of releases and recipes are found.
 const NAMING: [&str; 5] = ["row_id", "source", "date", "model", "notes"];
 
-/// What tables of published runs have besides; measurements among them are checked, not read.
+/// Columns that tables of published runs have besides; measurements among them are checked, not
+/// read.
 const KNOWN: [&str; 12] = [
     "url",
     "exactness",

@@ -1,4 +1,4 @@
-//! What a predicted step is made of, instruction by instruction of its busiest role: for
+//! The parts of a predicted step, instruction by instruction of its busiest role: for
 //! holding single kernels and collectives against what a source says of them.
 
 use crate::Unmodelled;
@@ -77,7 +77,7 @@ impl Lowered {
     }
 }
 
-/// What an instruction does, without the layer's number.
+/// Names what an instruction does, without the layer's number.
 fn label(program: &Program, role: &RoleProgram, instruction: &Instruction) -> String {
     let shape = |b: &ir::BufferId| {
         let buffer = role.buffer(*b);

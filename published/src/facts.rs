@@ -1,4 +1,4 @@
-//! What the columns of a row do not say, as data: devices, links, and how a framework's
+//! Facts that the columns of a row do not say, as data: devices, links, and how a framework's
 //! generation executes. The files in `data/` hold every figure with its source; a figure
 //! belongs to a device, a class of links or a generation, never to a source or a row.
 
@@ -22,9 +22,9 @@ pub struct Facts {
     interconnects: Vec<Interconnect>,
     frameworks: Vec<FrameworkFact>,
     generations: BTreeMap<String, Generation>,
-    /// What processes hold on a device.
+    /// The memory that processes hold on a device.
     pub memory: MemoryFacts,
-    /// What single recipes do.
+    /// Behaviours of single recipes.
     pub recipes: Recipes,
     attention: BTreeMap<String, AttentionFact>,
     /// Fitted figures: of devices and links, which the catalogue has, and of software.
@@ -32,7 +32,7 @@ pub struct Facts {
     catalogue: Catalogue,
 }
 
-/// What a `gpu` cell means.
+/// The device that a `gpu` cell means.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DeviceFact {
@@ -55,7 +55,7 @@ pub struct DeviceFact {
     pub source: String,
 }
 
-/// What an `interconnect` cell means.
+/// The network that an `interconnect` cell means.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Interconnect {
@@ -151,7 +151,7 @@ pub struct Generation {
     /// Whether parameters are gathered ahead of the layer that needs them.
     #[serde(default)]
     pub prefetched_parameters: bool,
-    /// Whether what is gathered for matmuls travels in their type.
+    /// Whether tensors that are gathered for matmuls travel in their type.
     #[serde(default)]
     pub narrow_gathers: bool,
     /// How `fp8` is scaled where the cell names no recipe.
@@ -184,7 +184,7 @@ pub struct Generation {
     /// Axes whose collectives of the backward pass run beside a matmul of their own op.
     #[serde(default)]
     pub paired_axes: Vec<String>,
-    /// Whether what recomputes a layer runs all of its forward again.
+    /// Whether recomputing a layer runs all of its forward again.
     #[serde(default)]
     pub recomputes_to_the_end: bool,
     /// Whether gradients of f16 activations are summed in f16 over the microbatches of a step.
@@ -202,7 +202,8 @@ pub struct Generation {
     pub source: String,
 }
 
-/// What NCCL holds for a large collective where nothing else is said: "16 SMs or more" (NVIDIA,
+/// The multiprocessors that NCCL holds for a large collective where nothing else is said: "16 SMs
+/// or more" (NVIDIA,
 /// "Enabling Fast Inference and Resilient Training with NCCL 2.27", 2025), an assumption for the
 /// releases before.
 fn channels() -> u32 {
@@ -376,7 +377,7 @@ impl Facts {
             .collect()
     }
 
-    /// What the cost model is told of a generation. The error names what is missing.
+    /// The figures of a generation for the cost model. The error names what is missing.
     pub fn software(&self, name: &str) -> Result<Software, String> {
         let generation = self
             .generations

@@ -11,15 +11,16 @@ use ir::Bytes;
 use planner::Planned;
 use std::collections::BTreeMap;
 
-/// What is recomputed: a name and the pin.
+/// A choice of recomputation: a name and the pin.
 type Recomputed = (&'static str, &'static str);
 
 /// Searches until a plan fits with all that its processes hold.
 const ATTEMPTS: usize = 4;
-/// Of the memory that a search should get by proportion: part of what processes hold, states,
-/// does not shrink with it, and three attempts at 80 GiB came no nearer than 80.2.
+/// The share of the memory that a search should get by proportion: part of what processes hold,
+/// states, does not shrink with it, and three attempts at 80 GiB came no nearer than 80.2.
 const MARGIN: f64 = 0.98;
-/// Of the memory that a plan should at least use: below, a search that may use more is tried too.
+/// The share of the memory that a plan should at least use: below, a search that may use more is
+/// tried too.
 const USED: f64 = 0.8;
 
 /// The fastest plan of a search without a row's pins.
@@ -55,7 +56,7 @@ pub fn free(rows: &[Row], facts: &Facts) -> Vec<Result<Free, Unmodelled>> {
         .collect()
 }
 
-/// What software does with collectives of data and tensor ranks, said of the axes of free plans
+/// Applies what software does with collectives of data and tensor ranks to the axes of free plans
 /// too: x, the outer one, which splits samples first, and y, inside hosts.
 fn on_free_axes(software: &mut Software) {
     let lists = [

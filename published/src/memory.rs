@@ -1,4 +1,4 @@
-//! What a framework's process holds on a device beside the program's tensors, and what the
+//! The memory of a framework's process on a device beside the program's tensors, and what the
 //! figures that it published count. The figures stand in `data/memory.toml`, each with its
 //! source; those without one are fitted, few, and bounded.
 
@@ -62,15 +62,15 @@ impl Figure {
     }
 }
 
-/// What a published figure counts.
+/// The memory that a published figure counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum Reported {
     /// All that the driver has given out, as `nvidia-smi` shows it.
     Device,
-    /// What the allocator has got from the driver.
+    /// The memory that the allocator has got from the driver.
     Reserved,
-    /// What tensors occupy.
+    /// The memory that tensors occupy.
     Allocated,
 }
 
@@ -188,7 +188,7 @@ impl MemoryFacts {
             .collect()
     }
 
-    /// What the process of a generation holds on a device, by the name of its `gpu` cells, with
+    /// The memory of a generation's process on a device, by the name of its `gpu` cells, with
     /// activations of a type and software of a date; `None` where the generation's is not stated.
     pub fn process_of(
         &self,

@@ -122,7 +122,7 @@ pub fn config(row: &Row, generation: &Generation) -> Result<ModelConfig, crate::
     made.map_err(|e| crate::Unmodelled::Model(in_columns(&e)))
 }
 
-/// What is wrong with a configuration, in the words of the table: its fields by their columns,
+/// The fault of a configuration, in the words of the table: its fields by their columns,
 /// without the file that the user never saw.
 fn in_columns(error: &ImportError) -> String {
     // A name that holds another one stands before it.

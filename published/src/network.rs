@@ -1,4 +1,4 @@
-//! What the words of an `interconnect` cell say of the network between hosts, beside the entry of the
+//! The network between hosts by the words of an `interconnect` cell, beside the entry of the
 //! data file that the cell is found by: its kinds, network cards and rate.
 
 use crate::Unmodelled;
@@ -7,7 +7,7 @@ use crate::facts::Interconnect;
 use crate::row::{Row, RowError};
 use ir::cluster::{Cluster, Level};
 
-/// What an `interconnect` cell says of the network, read word by word.
+/// The network of an `interconnect` cell, read word by word.
 #[derive(Debug, Default, PartialEq)]
 struct Said {
     /// Network cards of a host: the `8` of `8x NDR`.
@@ -27,7 +27,7 @@ struct Said {
     unread: Vec<String>,
 }
 
-/// What a rate is of.
+/// A thing that a rate is of.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Per {
     Unsaid,
@@ -59,7 +59,7 @@ const KINDS: [(&str, &[&str]); 19] = [
     ("sharp", &["sharp"]),
 ];
 
-/// What network cards are called.
+/// Names of network cards.
 const CARDS: [&str; 8] = [
     "card", "cards", "nic", "nics", "port", "ports", "rail", "rails",
 ];
@@ -316,7 +316,8 @@ pub fn inside(text: &str, links: &Interconnect) -> Result<(), Unmodelled> {
         false => Ok(()),
     }
 }
-/// What stands in for the network that a cell names or does not, and the words that nothing reads.
+/// Names what stands in for the network that a cell names or does not, and the words that nothing
+/// reads.
 pub fn assumed(
     text: &str,
     links: &Interconnect,

@@ -1,4 +1,4 @@
-//! What a `precision` cell means: the type of activations, and the type and scaling that
+//! The meaning of a `precision` cell: the type of activations, and the type and scaling that
 //! matmuls with parameters run in where it is another.
 //!
 //! Recipes, as frameworks run them for their published performance (Transformer Engine's
@@ -14,10 +14,10 @@ use ir::{DType, Precision};
 /// The element types of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Types {
-    /// Of activations, and of matmuls that `matmul` does not speak of.
+    /// The type of activations, and of matmuls that `matmul` does not speak of.
     pub activations: Precision,
-    /// Of the operands of matmuls with parameters, and how they are scaled into it, where the
-    /// cell says that.
+    /// The type of the operands of matmuls with parameters, and how they are scaled into it, where
+    /// the cell says that.
     pub matmul: Option<(DType, Option<Scaling>)>,
 }
 
@@ -78,7 +78,7 @@ const NOT_SUPPORTED: [&str; 8] = [
     "fp64", "f64", "double", "tf32", "fp6", "mxfp4", "mxfp6", "nf4",
 ];
 
-/// What others call these types.
+/// Other names of these types.
 const OTHER_WORDS: [(&str, &str); 12] = [
     ("f32", "fp32"),
     ("float", "fp32"),

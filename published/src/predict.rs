@@ -20,14 +20,14 @@ use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// What is predicted of a run.
+/// The prediction of a run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Predicted {
     /// Seconds of a step.
     pub step_time_s: f64,
-    /// What makes the peak of the fullest device.
+    /// The parts of the peak of the fullest device.
     pub memory: MemoryUse,
-    /// What the device has, as the catalogue says.
+    /// The memory of the device, as the catalogue says.
     pub device_memory: Bytes,
     /// That peak as the framework reports it, in 10^9 bytes or what it calls a GB.
     pub reported_memory_gb: f64,
@@ -37,7 +37,7 @@ pub struct Predicted {
     pub breakdown: Breakdown,
     /// The pins of the plan.
     pub pins: Vec<String>,
-    /// What the row does not say and was assumed.
+    /// Assumptions on what the row does not say.
     pub assumed: Vec<String>,
 }
 
@@ -61,15 +61,15 @@ pub struct Question {
     pub config: ModelConfig,
     /// How it is trained.
     pub train: TrainSpec,
-    /// What it runs on.
+    /// The cluster that it runs on.
     pub cluster: Cluster,
-    /// What executes it.
+    /// The software that executes it.
     pub software: Software,
     /// Its name and version, by which a plan is made for it.
     pub made_for: MadeFor,
-    /// Of a device, as the catalogue has it.
+    /// The memory of a device, as the catalogue has it.
     pub(crate) memory: Bytes,
-    /// What is fixed of the plan.
+    /// The pins of the plan.
     pub pins: Vec<String>,
     pub(crate) assumed: Vec<String>,
     /// Name of the framework's generation.
@@ -198,7 +198,7 @@ fn question_of(
 }
 
 impl Question {
-    /// What it runs on, and what executes it.
+    /// The cluster that it runs on, and the software that executes it.
     pub fn machine(&self) -> Machine {
         Machine {
             cluster: self.cluster.clone(),
@@ -298,7 +298,7 @@ pub fn planned(q: &Question) -> Result<Planned, Unmodelled> {
     Ok(planned)
 }
 
-/// What is predicted of a question, but for the figures that only its row has: what is assumed, and
+/// The prediction of a question, but for the figures that only its row has: what is assumed, and
 /// the memory as its framework reports it.
 ///
 /// Fails where there is no such plan.
@@ -332,7 +332,7 @@ fn answer(q: &Question) -> Result<Answer<Predicted>, Unmodelled> {
     })
 }
 
-/// What the fullest role of a question's program holds.
+/// The memory of the fullest role of a question's program.
 pub(crate) fn fullest(program: &Program, q: &Question) -> MemoryUse {
     let memory = q.software.memory.as_ref();
     let roles = program.roles.iter();

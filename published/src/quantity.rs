@@ -2,17 +2,17 @@
 //! many there may be. Nothing finer exists: there is no way to state a figure for a source, a
 //! model or a row.
 
-/// Of a generation: bytes that elementwise operations move, over one kernel for each.
+/// A generation's bytes that elementwise operations move, over one kernel for each.
 pub const ELEMENTWISE_TRAFFIC: &str = "elementwise_traffic";
-/// Of a generation: seconds that the host needs to issue a kernel.
+/// A generation's seconds that the host needs to issue a kernel.
 pub const HOST_PER_KERNEL: &str = "host_per_kernel";
-/// Of a generation: rate of the matmuls of several experts over one matmul's.
+/// A generation's rate of the matmuls of several experts over one matmul's.
 pub const GROUPED_SHARE: &str = "grouped_share";
-/// Of a fused attention kernel: rate over the device's best.
+/// A fused attention kernel's rate over the device's best.
 pub const ATTENTION_RATE: &str = "attention_rate";
-/// Of an unfused attention kernel: passes over the scores, over those that its file states.
+/// An unfused attention kernel's passes over the scores, over those that its file states.
 pub const ATTENTION_PASSES: &str = "attention_passes";
-/// Of the 8-bit matmuls of a device (`gpu` in `devices.toml`): rate with a scale for each 32
+/// The rate of a device's 8-bit matmuls (`gpu` in `devices.toml`) with a scale for each 32
 /// elements over the rate with one for all.
 pub const BLOCK_SCALED_SHARE: &str = "block_scaled_share";
 

@@ -1,4 +1,4 @@
-//! What single recipes of a framework's releases do: facts with sources, in
+//! Behaviours of single recipes of a framework's releases: facts with sources, in
 //! `data/recipes.toml`. They are what a column would say if the table had it; no figure is
 //! fitted here.
 
@@ -17,7 +17,7 @@ struct Recipe {
     /// How the GPU's cell begins; any GPU where there are none.
     #[serde(default)]
     gpu: Texts,
-    /// What the precision's cell is, in small letters; any where there are none.
+    /// The precision's cell, in small letters; any where there are none.
     #[serde(default)]
     precision: Texts,
     /// Releases, as the source's cell has them.
@@ -26,7 +26,7 @@ struct Recipe {
     overlapped_dispatch: bool,
     #[serde(default)]
     dispatch_once_per_host: bool,
-    /// Whether what is between the matmuls of experts is part of them.
+    /// Whether the work between the matmuls of experts is part of them.
     #[serde(default)]
     fused_experts: bool,
     /// Type in which gradients are summed over microbatches.
@@ -100,7 +100,7 @@ impl Recipes {
         Ok(all)
     }
 
-    /// What the row's recipe switches on, as options of its software.
+    /// The options of its software that the row's recipe switches on.
     pub fn options(&self, row: &Row) -> Vec<&'static str> {
         let own: Vec<&Recipe> = self.recipe.iter().filter(|r| r.is_of(row)).collect();
         let any = |is: fn(&Recipe) -> bool| own.iter().any(|r| is(r));

@@ -15,7 +15,7 @@ pub struct Row {
     cells: BTreeMap<String, String>,
 }
 
-/// What keeps a row from being read.
+/// A reason that keeps a row from being read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RowError {
     /// A cell that is needed says nothing.
@@ -29,9 +29,9 @@ pub enum RowError {
     Malformed {
         /// Name of the column.
         column: String,
-        /// What the cell holds.
+        /// The contents of the cell.
         value: String,
-        /// What belongs there.
+        /// The values that belong there.
         expected: &'static str,
     },
 }

@@ -1,4 +1,4 @@
-//! What a row trained and how: the training spec and the pins that describe its plan.
+//! The training of a row: the training spec and the pins that describe its plan.
 
 use crate::choices::{self, Choice};
 use crate::facts::{Facts, Generation, Split};
@@ -250,7 +250,7 @@ fn recomputed_op(op: &str) -> String {
     format!("recompute:h.*.{op}=yes")
 }
 
-/// What tensor ranks do not share evenly: frameworks refuse or copy it.
+/// Lists dims that tensor ranks do not share evenly: frameworks refuse or copy it.
 fn uneven(row: &Row, tensor: u64, is_parallel: bool) -> Result<Vec<String>, RowError> {
     let sequence = match is_parallel {
         true => row.count("seq_len")?,

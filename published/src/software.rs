@@ -26,7 +26,7 @@ pub struct Version {
     /// Date, as year and month, by which the process of its generation is chosen.
     #[serde(default)]
     pub since: Option<String>,
-    /// What stands behind its figures.
+    /// The runs that its figures rest on.
     pub rests_on: String,
 }
 
@@ -51,7 +51,7 @@ pub fn versions() -> &'static [Version] {
     &VERSIONS
 }
 
-/// What a run may switch on beside what its version does, with what that is.
+/// Behaviours that a run may switch on beside its version's, with what they are.
 pub const OPTIONS: [(&str, &str); 18] = [
     (
         "async-tp",

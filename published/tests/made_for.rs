@@ -19,7 +19,7 @@ use published::{Facts, Question, Row, csv, predicted, question, row, software};
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What `predict` and `compile --for` may differ by: they do the same sums.
+/// The difference that `predict` and `compile --for` may have: they do the same sums.
 const TOLERANCE: f64 = 1e-9;
 
 const HEADER: &str = "gpu,gpus_total,gpus_per_node,interconnect,framework,date,layers,hidden,heads,kv_heads,ffn_hidden,vocab,seq_len,global_batch,micro_batch,tp,pp,dp,cp,ep,vpp,sequence_parallel,zero_stage,recompute,precision,mlp_type,notes";
@@ -159,7 +159,7 @@ fn compared(q: &Question) -> Outcome {
     }
 }
 
-/// What a plan is predicted to take when it is read from its document and priced by what that says.
+/// The predicted step of a plan when it is read from its document and priced by what that says.
 fn reread(plan: &Plan) -> ir::plan::Prediction {
     let text = serde_json::to_string(plan).unwrap();
     let plan: Plan = serde_json::from_str(&text).unwrap();

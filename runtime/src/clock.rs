@@ -34,7 +34,7 @@ impl Moment {
     pub fn elapsed(&self) -> Elapsed {
         self.until(&Moment::now())
     }
-    /// What passed until a later moment of the same thread.
+    /// The time that passed until a later moment of the same thread.
     pub fn until(&self, later: &Moment) -> Elapsed {
         let wall_s = later
             .wall

@@ -1,7 +1,7 @@
 //! Files and folders that appear under their names when they are complete, or never.
 //!
-//! What is being written has a name of its own beside its place, and is locked by its writer for
-//! as long as that lives. It is removed if it is not finished: by the writer when it fails, by
+//! A file that is being written has a name of its own beside its place, and is locked by its writer
+//! for as long as that lives. It is removed if it is not finished: by the writer when it fails, by
 //! [`remove_unfinished`] when the process ends at once, and by [`sweep`] of a later process when
 //! the writer died, whose lock the system then took back.
 //!

@@ -143,7 +143,7 @@ pub fn batches(
 /// Trains, or computes losses, as the options say; `initial` gives initial values when nothing is
 /// resumed (see [`Session::new`]).
 ///
-/// What step `n` sees depends on the data file, the spec's seed and `n` alone, so a resumed
+/// The samples of step `n` depend on the data file, the spec's seed and `n` alone, so a resumed
 /// run goes on as if it had never stopped. Ends with an error, and writes nothing, where a loss
 /// or a gradient norm is no number; steps that f16's loss scaling skips are no reason.
 pub fn train(

@@ -1,6 +1,6 @@
 //! Accesses of different slots of the trace.
 //!
-//! What an instruction knows of earlier slots follows from its own events, from those of what
+//! An instruction's knowledge of earlier slots follows from its own events, from those of what
 //! it waits for in its slot, and from its streams, which are FIFO. Instructions of a template
 //! that know the same form a **group**; so a slot is a few joins of clocks, and a look at the
 //! last accesses of what it touches:

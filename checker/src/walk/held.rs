@@ -19,7 +19,7 @@ pub(super) enum Held {
     Filled(u64),
     /// An accumulator over some microbatches, which `Trace` keeps.
     Sum { root: ValueId },
-    /// What the parts `from..to` of a ring's chain give of a value.
+    /// The share of a value that the parts `from..to` of a ring's chain give.
     Part { root: ValueId, from: u32, to: u32 },
     /// The vector of a world sum.
     World,

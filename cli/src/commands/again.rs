@@ -12,7 +12,7 @@ use ir::{Graph, TrainSpec};
 use planner::{Pins, PlanError, PlanOptions, Planned};
 use std::path::Path;
 
-/// What is planned for.
+/// A request to plan again.
 pub struct Again {
     /// The forward graph.
     pub forward: Graph,

@@ -30,7 +30,8 @@ pub fn run(args: &DoctorArgs) -> Result<(), Failure> {
     }
 }
 
-/// Of ranks that are in a call together the records do not say who holds it up, and one that has been
+/// Names no one among ranks that are in a call together: the records do not say who holds it up,
+/// and one that has been
 /// stopped may have come to a later call before others heard so. Where the processes of some do
 /// nothing any more, it is they.
 fn narrow(of: &mut Diagnosis, processes: &BTreeMap<Rank, Process>) {
@@ -48,7 +49,7 @@ const GONE: &str = "gone";
 const STOPPED: &str = "stopped by a signal";
 const DEAD: &str = "dead";
 
-/// What has become of a rank's process.
+/// The fate of a rank's process.
 struct Process {
     pid: u32,
     host: String,

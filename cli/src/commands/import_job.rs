@@ -29,8 +29,8 @@ struct Imported {
     job: Priced,
     accounted: Accounted,
     measured: Option<Recalibration>,
-    /// What the search found by flags alone, and with other code where that is faster; none where
-    /// nothing was searched.
+    /// The finding of the search by flags alone, and with other code where that is faster; none
+    /// where nothing was searched.
     found: Option<Found>,
     /// The price of a device for an hour.
     price: Option<f64>,
@@ -183,7 +183,8 @@ fn price(text: &str) -> Result<f64, Failure> {
     })
 }
 
-/// What the model's code says under some software, as keys of pins: flags do not change it.
+/// The part that the model's code says under some software, as keys of pins: flags do not change
+/// it.
 fn in_code(reading: &Reading, framework: Framework) -> Option<(&'static str, &'static str)> {
     let is_flag = |name: &String| name.replace('_', "-").contains("gradient-checkpointing");
     match framework {
@@ -277,7 +278,7 @@ impl Imported {
         })
     }
 
-    /// What the search found by flags, where it is worth a change.
+    /// The finding of the search by flags, where it is worth a change.
     fn change(&self) -> Option<&Better> {
         let better = self.found.as_ref()?.by_flags.as_ref().ok()?;
         (better.saves > BEST || !self.job.fits()).then_some(better)

@@ -67,7 +67,8 @@ fn print_words(args: &InspectArgs, loaded: &Loaded) -> Result<(), Failure> {
     Ok(())
 }
 
-/// What a process of each mesh holds under the software that the plan is made for, equal meshes once.
+/// The memory of a process of each mesh under the software that the plan is made for, equal meshes
+/// once.
 fn memory(loaded: &Loaded) -> Result<Vec<(String, MemoryUse)>, Failure> {
     let Loaded {
         plan,

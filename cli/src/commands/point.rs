@@ -11,7 +11,7 @@ use planner::{Pins, PlanError, PlanOptions};
 use serde::Serialize;
 use std::path::Path;
 
-/// What is planned on every cluster.
+/// The request that is planned on every cluster.
 pub struct Wanted {
     /// The forward graph.
     pub forward: Graph,

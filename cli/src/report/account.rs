@@ -27,7 +27,7 @@ pub struct Accounted {
     pub account: Account,
     /// For whose runtime the figures are.
     pub runtime: String,
-    /// What limits the step, the most important first.
+    /// The limits of the step, the most important first.
     pub limits: Vec<Limit>,
     /// Bytes of the rank that needs most, and what plans may use.
     pub memory: Memory,

@@ -1,7 +1,7 @@
 //! One plan beside another: what both predict, and what differs in what they are of and what was
 //! decided.
 //!
-//! What they are of (training and cluster) is compared key by key as documents have it, so that
+//! Their subject (training and cluster) is compared key by key as documents have it, so that
 //! a key is not forgotten when one is added.
 
 use super::parallelism::{AxisReport, assignments};
@@ -26,7 +26,7 @@ const LISTED: usize = 20;
 pub struct Against {
     /// The predictions of both.
     pub predicted: Vec<Quantity>,
-    /// What differs between the plans.
+    /// The differences between the plans.
     pub differences: Vec<Difference>,
     /// Remarks to read before the figures are compared.
     pub notes: Vec<String>,

@@ -16,7 +16,7 @@ use std::fmt;
 pub struct Degrees {
     /// Ranks that split samples, experts' among them.
     pub data: Span,
-    /// Of these, ranks that split experts.
+    /// Ranks among these that split experts.
     pub expert: Span,
     /// Ranks that split the sequence in attention.
     pub context: Span,
@@ -28,7 +28,7 @@ pub struct Degrees {
     pub r#virtual: u32,
     /// The ZeRO level of most parameters, over the ranks that split samples.
     pub zero: Span,
-    /// What is recomputed: `none`, `full`, `selective`, or `in part`, where layers differ.
+    /// The recomputation: `none`, `full`, `selective`, or `in part`, where layers differ.
     pub recompute: &'static str,
     /// Samples that a mesh works on at a time.
     pub microbatch: u64,

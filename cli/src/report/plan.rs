@@ -707,7 +707,7 @@ fn equal_runs(stages: &[StageProof]) -> Vec<(usize, usize)> {
     runs
 }
 
-/// What is said of the least objective that was found, where it is another plan's: in the first
+/// The words about the least objective that was found, where it is another plan's: in the first
 /// line, and why that plan was not taken.
 fn least_found(plan: &Plan) -> (String, String) {
     let p = &plan.proof;

@@ -10,7 +10,7 @@ use serde::Serialize;
 /// A knob of some software.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Knob {
-    /// What it is.
+    /// Its meaning.
     pub what: &'static str,
     /// Its value.
     pub value: String,
@@ -235,7 +235,7 @@ fn sharding(framework: Framework, d: &Degrees) -> (String, &'static str) {
     }
 }
 
-/// What blocks recompute, where they all do the same.
+/// Says what blocks recompute, where they all do the same.
 fn recomputed(blocks: &[Recomputed]) -> String {
     let first = blocks.first().map_or("none".into(), Recomputed::in_words);
     match blocks.iter().all(|b| Some(b) == blocks.first()) {
@@ -255,7 +255,7 @@ pub fn knob_table(knobs: &[Knob]) -> String {
     table(&["", "value", "its name there"], rows.collect(), 3)
 }
 
-/// What processes hold, a row for each of some meshes.
+/// The memory of processes, a row for each of some meshes.
 pub fn memory_table(memory: &[(String, MemoryUse)]) -> String {
     let rows = memory.iter().map(|(mesh, m)| {
         let bytes = m.parts().into_iter().chain([m.total()]);

@@ -1,7 +1,7 @@
 //! Predicted against measured: step, rates, memory, where the time goes, and the instructions
 //! where the gap is.
 //!
-//! What is compared of an instruction is its work: predicted, the seconds of an undisturbed
+//! The work of an instruction is compared: predicted, the seconds of an undisturbed
 //! rank; measured, those on a processor. What a rank waits, for others or for a processor, is
 //! compared apart, so that one rank's slow kernel is not everybody's slow collective.
 

@@ -213,7 +213,7 @@ impl Catalogue {
         catalogue.with_training(&training)
     }
 
-    /// What training holds of the best rates of devices and links.
+    /// Returns the figures of what training holds of the best rates of devices and links.
     pub fn training(&self) -> &Parameters {
         &self.training
     }

@@ -8,13 +8,13 @@
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Of a device: share of the best measured matmul rate that training holds.
+/// A device's share of the best measured matmul rate that training holds.
 pub const SUSTAINED_SHARE: &str = "sustained_share";
-/// Of a device: the same of matmuls in 8 bits, where it is another.
+/// A device's share of matmuls in 8 bits, where it is another.
 pub const SUSTAINED_SHARE_OF_8_BITS: &str = "sustained_share_of_8_bits";
-/// Of a device: the same of matmuls in 4 bits, where it is another.
+/// A device's share of matmuls in 4 bits, where it is another.
 pub const SUSTAINED_SHARE_OF_4_BITS: &str = "sustained_share_of_4_bits";
-/// Of a link: bandwidth in training over what collectives reach alone.
+/// A link's bandwidth in training over what collectives reach alone.
 pub const LINK_SHARE: &str = "link_share";
 /// The quantities of devices and links.
 pub const OF_HARDWARE: [&str; 4] = [
@@ -30,13 +30,13 @@ pub const OF_HARDWARE: [&str; 4] = [
 pub struct Parameter {
     /// Short name, unique.
     pub name: String,
-    /// What it measures: a name that the file's reader knows.
+    /// The quantity that it measures: a name that the file's reader knows.
     pub quantity: String,
-    /// Of what: devices or links, or what else the reader has.
+    /// The things that it is of: devices or links, or what else the reader has.
     pub of: Vec<String>,
     /// Unit.
     pub unit: String,
-    /// What it means physically, and why the default.
+    /// Its physical meaning, and why the default.
     pub meaning: String,
     /// Physical expectation, to which the fit returns without evidence.
     pub default: f64,

@@ -87,7 +87,7 @@ pub enum Part {
     Message(Arc<Message>, bool, usize),
 }
 
-/// What a member of a communicator puts on a stream at once.
+/// A call that a member of a communicator puts on a stream at once.
 #[derive(Debug)]
 pub struct Task {
     pub parts: Vec<Part>,

@@ -156,7 +156,7 @@ fn offload(s: &Summary, level: u8, zero: &mut Value, missing: &mut Missing) {
     }
 }
 
-/// What the code that builds the model says, not the configuration.
+/// Lists what the code that builds the model says, not the configuration.
 fn in_code(s: &Summary, d: &Degrees, choices: &mut Choices, missing: &mut Missing) {
     if d.pipeline > 1 {
         pipeline(s, d, choices, missing);

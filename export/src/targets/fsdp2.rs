@@ -301,7 +301,7 @@ fn offload(s: &Summary, missing: &mut Missing) -> bool {
     all
 }
 
-/// What modules do with activations, which placements of parameters do not say.
+/// Lists what modules do with activations, which placements of parameters do not say.
 fn activations(d: &Degrees, missing: &mut Missing) {
     if d.sequence_parallel && d.tensor > 1 {
         missing.add(

@@ -80,7 +80,8 @@ fn has(args: &[Argument], name: &str) -> bool {
     args.iter().any(|(n, _)| *n == name)
 }
 
-/// What runs beside what, where the plan's figures are of Megatron-Core: what its runs have on which
+/// Overlaps of traffic and computing: where the plan's figures are of Megatron-Core, what its runs
+/// have on which
 /// they rest, unless the plan's options say that the job has not. Of other plans what Megatron-LM does
 /// well by itself.
 #[derive(Clone, Copy)]

@@ -122,7 +122,7 @@ pub(crate) fn split_over_context(d: &Degrees, missing: &mut Missing) {
     }
 }
 
-/// What was written for a target.
+/// The outcome of writing for a target.
 pub(crate) struct Written {
     pub files: Vec<File>,
     pub not_expressed: Vec<NotExpressed>,
@@ -231,7 +231,7 @@ impl Choices {
     }
 }
 
-/// What is not expressed, as it is found.
+/// The list of what is not expressed, as it is found.
 #[derive(Default)]
 pub(crate) struct Missing(Vec<NotExpressed>);
 

@@ -49,7 +49,7 @@ fn model(config: Value) -> Graph {
     import::model_graph(&config, &options).expect("the model builds")
 }
 
-/// What is trained: 32 samples of 64 tokens in bf16.
+/// The training: 32 samples of 64 tokens in bf16.
 pub fn train() -> TrainSpec {
     TrainSpec {
         global_batch: 32,

@@ -55,7 +55,7 @@ fn block(
     b.add(format!("{h}.residual_2"), x, y)
 }
 
-/// What stands behind attention and MLP: a norm in Gemma 2 and 3, dropout in Phi-3.
+/// The op behind attention and MLP: a norm in Gemma 2 and 3, dropout in Phi-3.
 fn behind(
     b: &mut Builder,
     c: &LlamaConfig,

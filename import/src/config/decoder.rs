@@ -104,7 +104,7 @@ pub(super) fn read(mut f: Fields, family: Plain) -> Result<DecoderConfig, Import
     Ok(config)
 }
 
-/// What the three have in common, read by the names that they share.
+/// The fields that the three have in common, read by the names that they share.
 struct Sizes {
     hidden: u64,
     layers: u64,

@@ -72,7 +72,8 @@ pub struct LatentConfig {
     pub(crate) init_std: f64,
 }
 
-/// What the norms of the compressed queries, keys and values add: transformers takes it from no field.
+/// The epsilon that the norms of the compressed queries, keys and values add: transformers takes it
+/// from no field.
 pub(crate) const LATENT_EPSILON: f64 = 1e-6;
 
 pub(super) fn read(mut f: Fields, version: Version) -> Result<LatentConfig, ImportError> {

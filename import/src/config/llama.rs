@@ -397,7 +397,7 @@ pub(super) struct Rope {
     pub(super) scaling: RopeScaling,
     /// The share of a head that turns, where an object says it.
     pub(super) part: Option<f64>,
-    /// What scores are multiplied by beside the usual, twice: YaRN's `mscale_all_dim`.
+    /// The factor of scores beside the usual, twice: YaRN's `mscale_all_dim`.
     pub(super) score_scale: f64,
 }
 

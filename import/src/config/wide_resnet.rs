@@ -46,7 +46,7 @@ pub(crate) struct Bottleneck {
     pub(crate) wide: u64,
     /// Out of the block.
     pub(crate) output: u64,
-    /// Of the 3 x 3 convolution, and of the projection beside the block.
+    /// The stride of the 3 x 3 convolution, and of the projection beside the block.
     pub(crate) stride: u64,
 }
 

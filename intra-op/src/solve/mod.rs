@@ -7,7 +7,7 @@
 //! found is exchanged, the best choice's cost rules out what it can, and presolve runs again.
 //! Every result is checked against the original problem before it is returned.
 //!
-//! What is proved: bounds from prices and elimination hold exactly, in integers. `Optimal`
+//! The proof: bounds from prices and elimination hold exactly, in integers. `Optimal`
 //! and bounds from the integer program hold within the library's floating-point tolerances.
 //!
 //! Determinism: without a time limit and unless cancelled, choice and bound depend on the

@@ -9,7 +9,7 @@
 //!            dk = a + dk of part i-1, one place on       dv likewise with b
 //! ```
 //!
-//! What parts hand on is f32; the last one rounds once. `lse` of all keys seen so far weighs the old
+//! Parts hand on f32; the last one rounds once. `lse` of all keys seen so far weighs the old
 //! sum against the new addend, so that softmax takes no second pass (Milakov & Gimelshein 2018).
 //! Gradients of keys and values follow them around, a place behind: they travel while the next part
 //! computes its addends. After one shift more than there are parts they are home.

@@ -127,7 +127,7 @@ pub enum RopeScaling {
     },
 }
 
-/// What a router makes of its logits before a token's experts are chosen.
+/// The function of a router's logits before a token's experts are chosen.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema,
 )]

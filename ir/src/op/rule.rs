@@ -98,7 +98,7 @@ pub struct OpStrategy {
     /// other way round (so that ZeRO can gather an outer axis that shards inside an inner one).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub reverse: bool,
-    /// What the first factor of the rule's ring is sharded by shards the second one too, and goes
+    /// Axes that shard the first factor of the rule's ring shard the second one too, and goes
     /// around (Liu et al. 2023): every operand and result with that factor is as long as a shard.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub ring: bool,

@@ -319,7 +319,7 @@ pub trait Schedule: Send + Sync {
 }
 
 impl dyn Schedule + '_ {
-    /// What its plans are for: training, if it has slots for gradients.
+    /// The task of its plans: training, if it has slots for gradients.
     pub fn task(&self) -> Task {
         match self.passes().iter().any(|kind| kind.plays(Pass::BI)) {
             true => Task::Training,

@@ -2,11 +2,11 @@
 //! al. 2023, "Zero Bubble Pipeline Parallelism", section 6; Qi et al. 2024, "Pipeline Parallelism
 //! with Controllable Memory", section 3).
 //!
-//! Of `2 p` stages mesh `i` has stages `i` and `2 p - 1 - i`. Mesh 0 begins and ends the pipeline,
-//! so what a microbatch keeps lives long in the one chunk of a mesh where it lives short in the
-//! other, and together they hold as much everywhere as the first stage of 1F1B. After its warmup
-//! a mesh repeats forward, both gradients of chunk 0, and the same of chunk 1; at its end, where
-//! it waits for gradients, the weight gradients are kept for last.
+//! Mesh `i` has, of `2 p` stages, stages `i` and `2 p - 1 - i`. Mesh 0 begins and ends the
+//! pipeline, so what a microbatch keeps lives long in the one chunk of a mesh where it lives short
+//! in the other, and together they hold as much everywhere as the first stage of 1F1B. After its
+//! warmup a mesh repeats forward, both gradients of chunk 0, and the same of chunk 1; at its end,
+//! where it waits for gradients, the weight gradients are kept for last.
 //!
 //! ```text
 //! mesh 0  0F0 0F1 0F2 1F0 1I0 1W0 1F1 1I1 1W1 0F3 0I0 0W0 1F2 1I2 1W2 0I1 0W1 1F3 1I3 ..
@@ -180,7 +180,7 @@ impl Schedule for ZbV {
         Travel::AtOnce
     }
 
-    /// Of stages whose three passes take as long, the last mesh begins `(p - 1) / 3` of a stage's
+    /// With stages whose three passes take as long, the last mesh begins `(p - 1) / 3` of a stage's
     /// time after the first and none waits again. With fewer than `2 p - 1` microbatches their
     /// round trip shows, `(4 p - 2 - 2 m) / 3` in all; with fewer than half of `p` the sum of all
     /// stages counts weight gradients that hide in it.

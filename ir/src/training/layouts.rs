@@ -7,9 +7,9 @@
 //! right before the first of its consumers and has their layer; its pass is F or, backward,
 //! BI when one of them is BI (so that BI never waits for a BW op), else BW.
 //!
-//! What is changed for the forward pass is not kept for the backward one, where it is changed
-//! again: Korthikanti et al. 2022, section 4.2.2, gather a layer's input twice, which keeps a
-//! share of it on each rank. Tokens of experts are as many in either layout, so nothing is
+//! A layout that is changed for the forward pass is not kept for the backward one, where it is
+//! changed again: Korthikanti et al. 2022, section 4.2.2, gather a layer's input twice, which keeps
+//! a share of it on each rank. Tokens of experts are as many in either layout, so nothing is
 //! saved by sending them twice: they have one op for both directions, on their way to the
 //! experts (for the weights' gradients) and on their way back (for the gates').
 //! Path: `layout.<first consumer>.<operand>`, so that equal layers have equal relative paths.

@@ -1,8 +1,8 @@
 //! Names of Megatron-LM's arguments that no figure counts, and of those that change nothing. Those
 //! that are read stand where they are read. A star stands for any ending.
 //!
-//! Of `megatron/training/arguments.py` and the config classes that it takes arguments from, at
-//! `core_v0.19.0`, and of Megatron-DeepSpeed's.
+//! They are those of `megatron/training/arguments.py` and the config classes that it takes
+//! arguments from, at `core_v0.19.0`, and of Megatron-DeepSpeed's.
 
 /// Arguments that change time or memory of a step, and what they do.
 pub(super) const NOT_MODELLED: &[(&str, &str)] = &[

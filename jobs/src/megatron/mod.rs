@@ -20,7 +20,7 @@ use ir::program::Space;
 use ir::{Optimizer, Precision};
 use switches::{left_out, options, recompute};
 
-/// What a DeepSpeed JSON says beside the arguments of Megatron-DeepSpeed.
+/// The facts of a DeepSpeed JSON beside the arguments of Megatron-DeepSpeed.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Beside {
     /// Whether the job is one of Megatron-DeepSpeed.
@@ -194,8 +194,8 @@ pub(crate) fn job(
     Ok((job, notes))
 }
 
-/// What is moved to the hosts: with the optimizer all of its states, unless a fraction is given.
-/// Gradients stay in the device's buffers.
+/// The tensors that are moved to the hosts: with the optimizer all of its states, unless a fraction
+/// is given. Gradients stay in the device's buffers.
 fn offload(args: &Arguments) -> Offload {
     let whole =
         args.is_on("optimizer-cpu-offload") && !args.has_any(&["optimizer-offload-fraction"]);

@@ -6,7 +6,7 @@ use crate::arguments::{Arguments, assumed};
 use crate::{Given, JobError, Model, Note, NoteKind};
 use serde_json::{Value, json};
 
-/// What a model is made of, before its family is known.
+/// The parts of a model, before its family is known.
 struct Shape {
     layers: u64,
     hidden: u64,
@@ -84,7 +84,7 @@ pub(super) fn n_experts(args: &Arguments) -> Result<Option<u64>, JobError> {
     }
 }
 
-/// What the model has that no family here has.
+/// Parts of the model that no family here has.
 fn other(args: &Arguments) -> Option<String> {
     let switches = [
         (

@@ -82,7 +82,7 @@ pub(super) fn recompute(
     }
 }
 
-/// What the job switches on, by the names of options.
+/// The behaviours that the job switches on, by the names of options.
 pub(super) fn options(
     args: &Arguments,
     beside: &Beside,
@@ -152,8 +152,8 @@ pub(super) fn options(
     Ok(options)
 }
 
-/// What the job leaves out of what runs of Megatron-Core have, as options: overlaps that flags ask
-/// for, and the type in which gradients travel.
+/// The behaviours of Megatron-Core's runs that the job leaves out, as options: overlaps that flags
+/// ask for, and the type in which gradients travel.
 pub(super) fn left_out(
     args: &Arguments,
     beside: &Beside,

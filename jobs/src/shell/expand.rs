@@ -123,7 +123,7 @@ impl State<'_> {
         format!("{OPEN}{safe}{CLOSE}")
     }
 
-    /// What stands for the variable whose `$` is at `at`, and the place behind it.
+    /// Returns what stands for the variable whose `$` is at `at`, and the place behind it.
     fn variable(
         &mut self,
         line: usize,
@@ -197,7 +197,7 @@ impl State<'_> {
         }
     }
 
-    /// What stands for `${inner}`.
+    /// Returns what stands for `${inner}`.
     fn braced(
         &mut self,
         line: usize,

@@ -251,7 +251,8 @@ fn axis_options(
     options
 }
 
-/// What a context axis may do in an op with positions: split the sequence, and in attention, or in
+/// The roles of a context axis in an op with positions: it may split the sequence, and in
+/// attention, or in
 /// an op that makes its operands without looking at other tokens or heads, the heads instead.
 ///
 /// Then the layout changes once, before the rotation of queries and keys or where they are taken

@@ -33,7 +33,7 @@ pub(super) fn rest(s: &Setting<'_>, group: &mut Group) {
     }
 }
 
-/// What one choice has staged at a time.
+/// The bytes that one choice has staged at a time.
 pub(crate) fn staged(s: &Setting<'_>, group: &Group, choice: &Choice) -> Staged {
     let mut staged = Staged::default();
     for (class, _, bytes) in moved(s, &group.ops, choice) {

@@ -1,5 +1,5 @@
-//! What an attention costs whose keys and values go around a ring (`ir::op::Keys`): each part takes as
-//! long as its kernel, or as what travels meanwhile.
+//! The cost of an attention whose keys and values go around a ring (`ir::op::Keys`): each part
+//! takes as long as its kernel, or as what travels meanwhile.
 
 use super::{Setting, local_types};
 use cost_model::collectives::collective_time;
@@ -16,7 +16,7 @@ pub(super) struct Around {
     pub bytes: u64,
 }
 
-/// What an op costs under a strategy by which something goes around; `None` where nothing does.
+/// The cost of an op under a strategy by which something goes around; `None` where nothing does.
 pub(super) fn around(
     s: &Setting<'_>,
     op: &Op,

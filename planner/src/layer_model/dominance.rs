@@ -20,7 +20,7 @@ use crate::pins::ZeroLevels;
 use ir::ShardingSpec;
 use rustc_hash::FxHashMap;
 
-/// What may hide does: under this, too, a choice has to be of no use.
+/// The assumption that what may hide does: under this, too, a choice has to be of no use.
 const HIDING: Assumed = Assumed {
     level: None,
     hides: true,

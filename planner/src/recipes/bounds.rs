@@ -129,7 +129,7 @@ impl Sizes {
     }
 }
 
-/// Of attention only half is counted, which is what a causal one needs. Measured kernels may be
+/// Counts only half of attention, which is what a causal one needs. Measured kernels may be
 /// faster than the rate of matmuls, and devices that differ have no one rate: no bound then.
 fn work_s(training: &TrainingGraph, train: &TrainSpec, cluster: &Cluster) -> f64 {
     if !cluster.is_equal() || cluster.device.kernels.is_some() || cluster.pool.is_some() {

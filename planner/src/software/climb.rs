@@ -1,7 +1,7 @@
 //! Which points of a space are planned: every set of degrees once, and from the best of them on
 //! what is a step away in another knob, until no step is faster.
 //!
-//! Of what is recomputed the least that fits counts: more makes no step faster. What does not fit
+//! The least recomputation that fits counts: more makes no step faster. What does not fit
 //! is split further, level by level.
 //!
 //! Deterministic: points of a round are planned in parallel, and compared in a fixed order.
@@ -31,7 +31,7 @@ pub(super) struct Climbed {
     pub n_planned: u64,
 }
 
-/// What is known of points.
+/// The outcomes that are known of points.
 #[derive(Default)]
 struct Seen {
     /// Those that were looked at.

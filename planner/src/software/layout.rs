@@ -10,7 +10,7 @@ use super::point::Point;
 use ir::{Dim, Graph, OpKind};
 use std::collections::BTreeMap;
 
-/// What pins of a layout depend on.
+/// The facts that pins of a layout depend on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Model {
     /// Blocks of the decoder, called `h.0`, `h.1`, ...

@@ -11,7 +11,7 @@
 //! `climb` decides which points are planned: every set of degrees with the first value of the other
 //! knobs, and from the best of them what is a step away, until no step is faster.
 //!
-//! What the plan proves of its speed is no more than arithmetic: no software does the FLOPs of the
+//! The plan's proof of its speed is no more than arithmetic: no software does the FLOPs of the
 //! step in less time than the devices do at their best rate.
 
 mod climb;
@@ -36,7 +36,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Other software to plan for.
 #[derive(Clone, Debug)]
 pub struct OtherSoftware {
-    /// What the plan says that it is for.
+    /// The software that the plan says it is for.
     pub made_for: MadeFor,
     /// How it executes what is trained on a cluster; the error says what is not known.
     pub profile: fn(&MadeFor, &Cluster, &TrainSpec) -> Result<Profile, String>,
@@ -138,7 +138,7 @@ pub(crate) fn plan(
     Ok(planned)
 }
 
-/// What points are tried on.
+/// The request that points are tried on.
 struct Trial<'a> {
     forward: &'a Graph,
     train: &'a TrainSpec,

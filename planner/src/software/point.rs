@@ -39,14 +39,14 @@ pub struct Point {
     pub micro_batch: u64,
     /// Whether norms and residuals are split along the sequence over tensor ranks.
     pub sequence_parallel: bool,
-    /// What all blocks recompute.
+    /// The recomputation of all blocks.
     pub recompute: Recomputation,
     /// Order of passes where a mesh has one stage.
     pub schedule: ScheduleKind,
 }
 
 impl Point {
-    /// Of the ranks that split samples, how many split the experts too.
+    /// The ranks that split both samples and experts.
     pub fn experts_among_samples(&self) -> u32 {
         match self.expert {
             1 => 1,
@@ -404,7 +404,7 @@ impl<'a> Space<'a> {
         }
     }
 
-    /// What all blocks recompute. What is pinned is not listed: pins say it.
+    /// The choices of recomputation of all blocks. A pinned one is not listed: pins say it.
     pub fn recomputations(&self) -> Vec<Recomputation> {
         let named = self.pins.recompute.is_some() || !self.pins.recompute_ops.is_empty();
         match named {

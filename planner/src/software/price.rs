@@ -15,12 +15,12 @@ pub struct Priced {
     pub executed: Executed,
     /// The step as it was played. Peaks of memory are those of the processes.
     pub simulation: Simulation,
-    /// What a rank of each mesh holds, in the order of the program's roles.
+    /// The memory of a rank of each mesh, in the order of the program's roles.
     pub memory: Vec<MemoryUse>,
 }
 
 impl Priced {
-    /// What the fullest rank holds.
+    /// The memory of the fullest rank.
     pub fn fullest(&self) -> MemoryUse {
         let fullest = self.memory.iter().max_by_key(|m| m.total().0);
         fullest.copied().unwrap_or_default()

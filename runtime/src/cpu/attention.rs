@@ -122,7 +122,7 @@ pub struct Attention<'a> {
     pub dims: AttentionDims,
     /// Factor of the scores, usually `1 / sqrt(D)`.
     pub scale: f32,
-    /// What scores stay below, where there is such a bound.
+    /// The bound that scores stay below, where there is such a bound.
     pub cap: Option<f32>,
     /// Factor of each probability; the same in both passes.
     pub dropout: Option<&'a Dropout<'a>>,

@@ -66,13 +66,13 @@ impl Slots {
 /// How tokens choose.
 #[derive(Clone, Copy, Debug)]
 pub struct Choice<'a> {
-    /// What scores are of logits.
+    /// The function by which logits become scores.
     pub scores: Scores,
     /// Whether gates are divided by their sum.
     pub normalize: bool,
     /// The groups that a token chooses first.
     pub groups: Option<ExpertGroups>,
-    /// What is added to the scores for the choice, one for each expert.
+    /// Summands of the scores for the choice, one for each expert.
     pub bias: Option<&'a [f32]>,
 }
 

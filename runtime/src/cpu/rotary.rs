@@ -125,8 +125,8 @@ fn scale(freq: f64, (pair, dim, theta): (usize, usize, f64), scaling: RopeScalin
 ///
 /// Row s of the sequence is at position `positions[s]`; `inv_freq` has an entry for each pair of
 /// elements that turns, D/2 where all of a head does. Those behind them stay as they are.
-/// What turns is multiplied by `magnitude`. `inverse` turns the other way, which gives the gradient
-/// with respect to `x`, and the inverse where the magnitude is 1.
+/// Turned elements are multiplied by `magnitude`. `inverse` turns the other way, which gives the
+/// gradient with respect to `x`, and the inverse where the magnitude is 1.
 ///
 /// # Panics
 /// When the shapes do not fit.
@@ -284,7 +284,7 @@ mod tests {
         }
     }
 
-    /// Of a head of ten elements the first four turn as a head of four does, the others stay.
+    /// The first four of a head of ten elements turn as a head of four does, the others stay.
     #[test]
     fn a_part_of_a_head_turns_as_a_smaller_head() {
         let (seq, dim, part) = (5, 10, 4);

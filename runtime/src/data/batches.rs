@@ -19,7 +19,7 @@ pub enum Batch {
     },
 }
 
-/// What all batches of a run are taken from.
+/// The source of all batches of a run.
 #[derive(Debug)]
 pub struct Batches {
     dataset: Arc<Dataset>,

@@ -138,7 +138,7 @@ pub enum DataError {
     /// A count that must not be zero is.
     #[error("{0} is 0")]
     Zero(&'static str),
-    /// What another process said of its data.
+    /// The words of another process about its data.
     #[error("{0}")]
     Elsewhere(String),
 }

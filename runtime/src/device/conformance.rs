@@ -1,4 +1,4 @@
-//! What every device must do, whatever it is made of: a test of a device calls [`passes`] with a
+//! The duties of every device, whatever it is made of: a test of a device calls [`passes`] with a
 //! way to open one. Each case panics with what was expected.
 
 use super::{Device, Place, Space, Tensor, Work};

@@ -1,4 +1,4 @@
-//! What a rank computes with: arenas in memory spaces, and streams of work on them.
+//! The device that a rank computes with: arenas in memory spaces, and streams of work on them.
 //!
 //! A rank plays its program through [`Device`] and [`Fabric`](crate::fabric::Fabric) alone.
 //! [`Cpu`] is the first device and [`Cuda`] the second; another one is a file beside them that passes
@@ -54,7 +54,7 @@ pub struct Tensor<'a> {
     pub at: Place,
 }
 
-/// What can be put on a stream. All of it is in [`Space::Device`].
+/// Work that can be put on a stream. All of it is in [`Space::Device`].
 #[derive(Debug)]
 pub enum Work<'a> {
     /// One op. Updates write in place, and operands may overlap results.
@@ -67,7 +67,7 @@ pub enum Work<'a> {
         inputs: &'a [Tensor<'a>],
         /// Results.
         outputs: &'a [Tensor<'a>],
-        /// What it needs to know of the run.
+        /// The facts of the run that it needs.
         context: &'a Context,
     },
     /// A piece of a tensor along one dim.
@@ -155,6 +155,6 @@ pub trait Device: Send {
     fn finish(&mut self) -> Result<(), RuntimeError>;
     /// The moment at which all that the stream has been given is done.
     fn tick(&mut self, stream: StreamId) -> Result<Self::Tick, RuntimeError>;
-    /// What passed from one moment to a later one, both over.
+    /// The time that passed from one moment to a later one, both over.
     fn elapsed(&self, from: &Self::Tick, to: &Self::Tick) -> Result<Elapsed, RuntimeError>;
 }

@@ -1,4 +1,4 @@
-//! What the coordinator of a run and the workers tell each other. All of it is plain data: a
+//! Messages between the coordinator of a run and the workers. All of it is plain data: a
 //! channel takes it as it is, and a wire could. (A wire must keep numbers that are not finite.)
 
 use super::rank::RankTimings;
@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// What a rank is asked to do.
+/// A request to a rank.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum Request {
     /// Plays a step or a validation.
@@ -36,7 +36,7 @@ pub(crate) enum Request {
     Load(Arc<Checkpoint>),
 }
 
-/// What to play.
+/// The part of the program to play.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Play {
     /// The samples of the global batch.
@@ -65,14 +65,14 @@ pub(crate) enum Samples {
 /// The reply to a request.
 pub(crate) type Answer = Result<Reply, RuntimeError>;
 
-/// What a rank that did as it was asked has to say.
+/// The answer of a rank that did as it was asked.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Reply {
-    /// What it saw.
+    /// The figures that it saw.
     Played(Box<Played>),
     /// Its part of a state.
     Part(Bytes),
-    /// What it wrote. A rank that cannot write a file can still go on.
+    /// The shard that it wrote. A rank that cannot write a file can still go on.
     Shard(Result<Shard, RuntimeError>),
     /// The hash of each of its states, in the order of its role.
     Hashes(Vec<String>),
@@ -80,7 +80,7 @@ pub(crate) enum Reply {
     Done,
 }
 
-/// What a rank saw in a step.
+/// The figures that a rank saw in a step.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Played {
     /// When it began, on its process' clock.

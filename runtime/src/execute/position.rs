@@ -11,7 +11,8 @@ use ir::Rank;
 use ir::program::Program;
 use std::collections::BTreeMap;
 
-/// What ranks can meet at: a communicator, or a way from one rank to another for one transfer.
+/// A place where ranks can meet: a communicator, or a way from one rank to another for one
+/// transfer.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Meeting {
     Group(Vec<Rank>, u32),
@@ -126,7 +127,7 @@ fn meetings(call: &CallKind, rank: Rank) -> Vec<(Meeting, Vec<Rank>)> {
 }
 
 impl Position {
-    /// What the rank was doing, given where the others were.
+    /// The activity of the rank, given where the others were.
     pub fn doing(&self, all: &BTreeMap<Rank, Position>) -> Doing {
         let (what, meetings) = match &self.now {
             Now::Between => return Doing::Between,

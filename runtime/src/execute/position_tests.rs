@@ -1,4 +1,4 @@
-//! What records of ranks say, for every place at which a rank of a program can stop.
+//! The meaning of records of ranks, for every place at which a rank of a program can stop.
 
 use super::naive::lower;
 use super::script::Scripts;

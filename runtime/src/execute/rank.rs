@@ -58,7 +58,7 @@ pub struct RankTimings {
     pub templates: Vec<Timing>,
 }
 
-/// What a rank needs to know besides its program.
+/// The facts that a rank needs besides its program.
 #[derive(Clone, Debug)]
 pub(crate) struct RankOptions {
     /// Seed of the run.
@@ -114,7 +114,7 @@ struct Watch {
 
 /// By stream, the events of its instructions that others wait for.
 type Events<D> = Vec<Vec<Option<<D as Device>::Event>>>;
-/// Of a template or one of its instructions, when it began and ended.
+/// The begin and the end of a template or one of its instructions.
 type Span<D> = (TemplateId, Option<usize>, [<D as Device>::Tick; 2]);
 
 impl<D: Device, F: Fabric<D>> RankState<D, F> {
@@ -610,7 +610,7 @@ fn place(role: &RoleProgram, buffer: BufferId, microbatch: Option<u32>) -> Place
     }
 }
 
-/// What an instruction is, in a word: the op's path, or the kind and its buffers.
+/// Names an instruction in a word: the op's path, or the kind and its buffers.
 pub(crate) fn what(role: &RoleProgram, instruction: &Instruction) -> String {
     let name = |b: &BufferId| role.buffer(*b).name.clone();
     let names = |list: Vec<&BufferId>| list.into_iter().map(name).collect::<Vec<_>>().join("+");

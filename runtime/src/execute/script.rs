@@ -35,7 +35,7 @@ pub(crate) struct Step {
     pub is_awaited: bool,
 }
 
-/// What a role plays.
+/// The script of a role.
 #[derive(Debug)]
 pub(crate) struct Script {
     /// Slot by slot, in list order.

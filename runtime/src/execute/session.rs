@@ -43,14 +43,14 @@ pub struct SessionOptions {
     /// Plays training steps with every stream a queue of its own, in orders drawn from this
     /// seed: any that the program's waits allow. For tests; `None`: in list order.
     pub orders: Option<u64>,
-    /// What [`Session::train`] and [`Session::validation_loss`] take samples from.
+    /// The source of samples of [`Session::train`] and [`Session::validation_loss`].
     pub data: Option<Arc<Batches>>,
     /// A folder in which every rank writes what it is doing ([`crate::record`]), and the fingerprint
     /// of the plan.
     pub record: Option<(PathBuf, String)>,
     /// The processes that have the ranks, this one the first of them; `None`: this one has all.
     pub processes: Option<Arc<Processes>>,
-    /// What ranks compute with.
+    /// The devices that ranks compute with.
     pub backend: Backend,
     /// How GPUs multiply matrices.
     pub matmuls: cuda::Matmuls,

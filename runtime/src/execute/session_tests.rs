@@ -742,7 +742,7 @@ fn a_session_goes_on_after_a_checkpoint_that_failed() {
     assert_eq!(case.resumed(5, dir.path()).step_number(), 1);
 }
 
-/// What a run is does not depend on which process has which rank: losses, norms, timings, states
+/// A run does not depend on which process has which rank: losses, norms, timings, states
 /// and checkpoints come by messages, and so do errors.
 #[test]
 fn workers_are_told_and_tell_by_messages() {

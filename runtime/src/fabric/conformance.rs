@@ -1,4 +1,4 @@
-//! What every fabric must do, whatever carries its messages: a test of a fabric calls [`passes`]
+//! The duties of every fabric, whatever carries its messages: a test of a fabric calls [`passes`]
 //! with a way to open worlds of it. Each case panics with what was expected.
 //!
 //! Results are worked out here element by element, from the definition of the collective. Where a

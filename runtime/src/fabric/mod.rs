@@ -31,19 +31,19 @@ const WORLD: u32 = u32::MAX;
 /// And that for barriers.
 const BARRIER: u32 = u32::MAX - 1;
 
-/// What ranks do together.
+/// A call that ranks make together.
 #[derive(Clone, Debug)]
 pub struct Call {
     /// Its name in the errors of those who wait.
     pub what: String,
-    /// What it does.
+    /// The operation.
     pub kind: CallKind,
 }
 
 /// The kinds of calls.
 #[derive(Clone, Debug)]
 pub enum CallKind {
-    /// Of a whole group.
+    /// A collective of a whole group.
     Collective(Collective),
     /// Between pairs of ranks.
     Exchange(Exchange),
@@ -53,7 +53,7 @@ pub enum CallKind {
 /// same order, each with the same kind, types and lengths.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Collective {
-    /// What it does.
+    /// The operation.
     pub kind: CollectiveKind,
     /// The members; reductions go in this order, unless the fabric's own library decides.
     pub group: Vec<Rank>,
@@ -80,9 +80,9 @@ pub struct Item {
 /// receive.
 #[derive(Clone, Debug)]
 pub struct Exchange {
-    /// What this rank sends.
+    /// The blocks that this rank sends.
     pub sends: Vec<Moved>,
-    /// What it receives; elements that no block covers become zero.
+    /// The blocks that it receives; elements that no block covers become zero.
     pub receives: Vec<Moved>,
 }
 

@@ -8,7 +8,8 @@ use std::ops::Range;
 
 /// All-reduces of at least this many bytes are done in two phases.
 const TWO_PHASE_BYTES: usize = 1 << 16;
-/// Of a contribution in more parts than these, all between the first and the last is sent.
+/// The most parts that a contribution is sent in; of one with more, all between the first and the
+/// last is sent.
 const MOST_PARTS: usize = 4096;
 
 /// Whether an all-reduce is one of parts, which are then shared: the same for all its members.

@@ -41,7 +41,7 @@ use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// What a member brings to a gathering: one block, of all buffers of a coalesced collective.
+/// A member's contribution to a gathering: one block, of all buffers of a coalesced collective.
 pub(super) type Contribution = Arc<Bytes>;
 
 /// A way from a sender to a receiver for one kind of message.
@@ -67,7 +67,7 @@ pub(super) enum Meeting {
     },
 }
 
-/// What a meeting gave: every member's contribution, in group order, or what arrived, in the
+/// The outcome of a meeting: every member's contribution, in group order, or what arrived, in the
 /// order of the receives.
 #[derive(Debug)]
 pub(super) enum Arrived {
@@ -82,12 +82,12 @@ pub struct Ticket {
     stream: StreamId,
     places: Places,
     meeting: Meeting,
-    /// Of an all-reduce in two phases, the second one.
+    /// Whether this is the second phase of an all-reduce.
     shares_parts: bool,
     sent_bytes: usize,
 }
 
-/// What takes messages to other processes, each one's in the order in which they were sent.
+/// The carrier of messages to other processes, each one's in the order in which they were sent.
 pub(crate) trait Carrier: Send + Sync + std::fmt::Debug {
     /// Puts a message on its way and waits for nobody. One to a process that is gone is lost.
     fn send(&self, to: usize, letter: Letter);
@@ -116,7 +116,7 @@ pub struct World {
 struct Table {
     gatherings: BTreeMap<(Communicator, u64), Gathering>,
     deliveries: BTreeMap<(Channel, u64), Bytes>,
-    /// What was sent to other processes and has not been taken there.
+    /// Messages to other processes that have not been taken there.
     untaken: BTreeSet<(Channel, u64)>,
     failed: Option<(Rank, String)>,
     left: BTreeSet<Rank>,
@@ -322,7 +322,7 @@ impl World {
         // No code that holds the lock leaves the table half-changed, so a poisoned one is whole.
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
-    /// What a meeting gave, once it is over. Wakes those who can go on because of it.
+    /// Returns the outcome of a meeting, once it is over. Wakes those who can go on because of it.
     fn take(&self, table: &mut Table, meeting: &mut Meeting) -> Option<Arrived> {
         match meeting {
             Meeting::Alone(contribution) => {
@@ -417,7 +417,7 @@ fn missing(table: &Table, meeting: &Meeting) -> Vec<Rank> {
     }
 }
 
-/// Whether what was sent has not been taken.
+/// Says whether something was sent and has not been taken.
 fn is_untaken(table: &Table, key: &(Channel, u64)) -> bool {
     table.deliveries.contains_key(key) || table.untaken.contains(key)
 }
@@ -576,7 +576,7 @@ impl Endpoint {
         Meeting::Exchange { sent, received }
     }
 
-    /// What a meeting gave, once it is over; without a deadline, nothing if it is not.
+    /// Returns the outcome of a meeting, once it is over; without a deadline, nothing if it is not.
     pub(super) fn arrived(
         &self,
         meeting: &mut Meeting,

@@ -22,7 +22,7 @@ const LONGEST_BLOCK: usize = 1 << 34;
 /// Bodies up to this length go into one packet with their head.
 const SHORT: usize = 1 << 16;
 
-/// What a message is.
+/// The kind of a message.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Head {
     /// A contribution to a gathering. The body has parts of it.

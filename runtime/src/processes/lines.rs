@@ -82,13 +82,13 @@ impl Lines {
 
 /// Where what comes is taken.
 pub(crate) enum Inbox {
-    /// Of the coordinator: answers by rank.
+    /// The coordinator's end: answers by rank.
     Answers(BTreeMap<Rank, Sender<Answer>>),
-    /// Of the others: what the coordinator asks.
+    /// The others' end: requests of the coordinator.
     Requests(Sender<Asked>),
 }
 
-/// What a process is asked by the coordinator.
+/// A request of the coordinator to a process.
 pub(crate) enum Asked {
     /// Something of a rank.
     Rank(Rank, Box<Request>),
@@ -114,7 +114,7 @@ struct Desk {
     fates: Mutex<BTreeMap<usize, String>>,
     /// Whether anybody notes that.
     is_watched: Mutex<bool>,
-    /// What befell the connections to them.
+    /// Failures of the connections to them.
     breaks: Mutex<BTreeMap<usize, String>>,
 }
 
@@ -298,7 +298,7 @@ impl Processes {
 }
 
 impl Drop for Processes {
-    /// What was sent before is still written.
+    /// Closes the desk; what was sent before is still written.
     fn drop(&mut self) {
         *lock(&self.desk.closed) = true;
         self.desk.changed.notify_all();

@@ -17,9 +17,9 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// Of messages that bring processes together.
+/// The tag of messages that bring processes together.
 const HELLO: Tag = 71;
-/// Of the bytes of connections.
+/// The tag of the bytes of connections.
 const BYTES: Tag = 72;
 /// Longest message; the library counts in 32 bits.
 const LONGEST: usize = 1 << 30;
@@ -56,7 +56,7 @@ impl std::fmt::Debug for Mpi {
     }
 }
 
-/// What process 0 answers.
+/// The answer of process 0.
 #[derive(Serialize, Deserialize)]
 enum Reply {
     Welcome(Vec<Who>),

@@ -33,12 +33,12 @@ pub struct Place {
     pub of: usize,
 }
 
-/// What must be the same in all processes of a run, by name.
+/// Facts that must be the same in all processes of a run, by name.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fingerprint(pub BTreeMap<String, String>);
 
 impl Fingerprint {
-    /// What differs: its name, and what it is here and there.
+    /// The first fact that differs: its name, and what it is here and there.
     pub(super) fn difference(&self, other: &Fingerprint) -> Option<(String, [String; 2])> {
         let none = String::from("missing");
         let names = self.0.keys().chain(other.0.keys());
@@ -89,9 +89,9 @@ pub enum JoinError {
         what: String,
         /// The process.
         index: usize,
-        /// What it has.
+        /// Its value there.
         theirs: String,
-        /// What process 0 has.
+        /// Its value in process 0.
         ours: String,
     },
     /// Process 0 does not take this one in.
@@ -138,7 +138,7 @@ impl Who {
     }
 }
 
-/// What a process says of itself to process 0.
+/// The introduction of a process to process 0.
 #[derive(Debug, Serialize, Deserialize)]
 struct Hello {
     place: Place,
@@ -159,7 +159,7 @@ enum Reply {
     Refused(String),
 }
 
-/// What a process says to another one that it calls.
+/// The introduction of a process to another one that it calls.
 #[derive(Debug, Serialize, Deserialize)]
 struct Peer {
     index: usize,

@@ -239,7 +239,7 @@ impl Write for Tape {
     }
 }
 
-/// What an eavesdropper could replay of a connection proves nothing on another one.
+/// A connection that an eavesdropper replays proves nothing on another one.
 #[test]
 fn a_recorded_introduction_is_not_taken_twice() {
     let token = Token::random().unwrap();

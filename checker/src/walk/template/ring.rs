@@ -68,7 +68,7 @@ impl<'a> Run<'a, '_> {
         }
     }
 
-    /// What the results of a part hold; `None` where something wrong has been reported.
+    /// The contents of the results of a part; `None` where something wrong has been reported.
     fn ring_part(
         &mut self,
         op: &Op,

@@ -1,4 +1,4 @@
-//! What has to be changed in a job's own words, from one plan of its software to another: the
+//! Changes in a job's own words, from one plan of its software to another: the
 //! difference of what `export` writes for both.
 
 use crate::report::software::knobs;
@@ -25,7 +25,7 @@ pub struct Change {
 pub struct Changes {
     /// Flags, or keys of a file.
     pub flags: Vec<Change>,
-    /// What flags do not say of the new plan, and do of the job.
+    /// The parts of the new plan that flags do not say.
     pub not_in_flags: Vec<String>,
 }
 

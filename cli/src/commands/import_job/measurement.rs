@@ -1,5 +1,5 @@
-//! What was measured of a job: given as a number, read from a log or from a profiler's trace, or in the
-//! job's own file.
+//! The measurement of a job: given as a number, read from a log or from a profiler's trace, or in
+//! the job's own file.
 
 use super::request::Priced;
 use crate::args::ImportJobArgs;
@@ -28,7 +28,7 @@ pub struct Recalibration {
     pub memory: Option<[Bytes; 2]>,
     /// The single causes that could be at fault.
     pub causes: Vec<Cause>,
-    /// What the predicted bytes leave out, in words.
+    /// The parts that the predicted bytes leave out, in words.
     #[serde(skip)]
     pub memory_words: &'static str,
 }
@@ -36,7 +36,7 @@ pub struct Recalibration {
 /// Figures of the cluster that could be at fault alone.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Cause {
-    /// What they are of.
+    /// The things at fault: kernels or links.
     pub what: &'static str,
     /// How many times as slow as the cluster says they would have to be.
     pub slower: f64,

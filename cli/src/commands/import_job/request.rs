@@ -50,7 +50,7 @@ pub struct Priced {
     pub device: Bytes,
     /// Processes of a host, and the bytes of its memory where the cluster says them.
     pub host: (u32, Option<Bytes>),
-    /// What the checker says against the plan, on this cluster.
+    /// The checker's objections to the plan, on this cluster.
     pub violations: Vec<Violation>,
 }
 

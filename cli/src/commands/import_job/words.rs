@@ -1,4 +1,4 @@
-//! What is said of an imported job: the verdict first, then what it is, where its time goes, what to
+//! The report on an imported job: the verdict first, then what it is, where its time goes, what to
 //! change, and what was made of the file.
 
 use super::{BEST, Better, Imported, Priced};

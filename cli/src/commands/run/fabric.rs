@@ -18,7 +18,7 @@ pub(super) struct Chosen {
 /// By the host's memory, in words.
 const HOST: &str = "copies through the host's memory";
 
-/// What the ranks of a run meet by. Says why where that is not what was to be expected.
+/// The fabric that the ranks of a run meet by. Says why where that is not what was to be expected.
 ///
 /// Fails where NCCL was asked for and ranks cannot meet by it.
 pub(super) fn chosen(

@@ -3,7 +3,7 @@
 use crate::failure::{Exit, Failure};
 use runtime::processes::Place;
 
-/// What a launcher says.
+/// The facts that a launcher states.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launched {
     /// The launcher's name, for messages.
@@ -14,7 +14,7 @@ pub struct Launched {
     pub on_this_host: Option<usize>,
     /// Host and port at which process 0 can be reached, where that is said.
     pub address: Option<String>,
-    /// What tells this run from others of this host.
+    /// The name that tells this run from others of this host.
     pub key: String,
 }
 
@@ -87,7 +87,7 @@ const LAUNCHERS: [Variables; 4] = [
     },
 ];
 
-/// What the environment says; nothing without a launcher, or where it started one process.
+/// Reads what the environment says; nothing without a launcher, or where it started one process.
 ///
 /// Fails when a variable is not what its launcher would set.
 pub fn launched(env: &dyn Fn(&str) -> Option<String>) -> Result<Option<Launched>, Failure> {

@@ -1,4 +1,4 @@
-//! What the instructions of a rank ask of the fabric, found once from its program.
+//! Calls of a rank's instructions to the fabric, found once from its program.
 
 use crate::error::RuntimeError;
 use crate::execute::Local;

@@ -168,7 +168,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
         Ok(Some(open.is_none()))
     }
 
-    /// What the watchdog says: of the first call that is not over, or of a wait that cannot end.
+    /// The words of the watchdog: of the first call that is not over, or of a wait that cannot end.
     fn overdue(&self, queues: &Queues, open: &[Option<F::Ticket>]) -> RuntimeError {
         if let Some(ticket) = open.iter().flatten().next() {
             return self.fabric.overdue(ticket);

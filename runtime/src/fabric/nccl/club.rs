@@ -36,7 +36,7 @@ pub struct Club {
     members: Mutex<Vec<Weak<Comms>>>,
 }
 
-/// What NCCL is here, in words: `NCCL 2.30.0`. Fails where it is not found or too old.
+/// Names the NCCL that is here: `NCCL 2.30.0`. Fails where it is not found or too old.
 pub fn found() -> Result<String, RuntimeError> {
     Ok(format!("NCCL {}", library::open()?.version()))
 }

@@ -36,7 +36,7 @@ struct Comm {
 #[derive(Default)]
 struct Table {
     open: BTreeMap<Key, Comm>,
-    /// Of splits in which the rank has no part.
+    /// Slots of splits in which the rank has no part.
     others: Vec<Slot>,
     is_aborted: bool,
 }
@@ -119,7 +119,8 @@ impl Comms {
         split
     }
 
-    /// Whether what was begun with a communicator is there. Fails when something is wrong with it.
+    /// Says whether work that was begun with a communicator is done. Fails when something is wrong
+    /// with it.
     pub fn poll(&self, key: &Key) -> Result<bool, RuntimeError> {
         let mut table = self.table()?;
         let comm = table.open.get_mut(key).ok_or_else(|| Self::missing(key))?;

@@ -17,7 +17,7 @@ use std::sync::atomic::AtomicPtr;
 const OLDEST: c_int = 21_800;
 /// The first one that lets several ranks use one GPU.
 const SHARES_GPUS: c_int = 23_000;
-/// What lets them: the variable must be 1.
+/// The variable that lets them: it must be 1.
 pub const SHARED: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
 
 pub(super) const SUCCESS: c_int = 0;
@@ -52,7 +52,8 @@ struct Config {
 }
 
 impl Config {
-    /// Of communicators that do not block, and share what they can with those they are split from.
+    /// Settings of communicators that do not block, and share what they can with those they are
+    /// split from.
     fn usual() -> Self {
         Config {
             size: size_of::<Config>(),
@@ -113,7 +114,7 @@ pub(super) struct Library {
     version: c_int,
 }
 
-/// What a group of calls is made of: elements and their types are NCCL's.
+/// A call of a group: elements and their types are NCCL's.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Entry {
     AllReduce {
@@ -245,7 +246,7 @@ impl Library {
         self.version >= SHARES_GPUS
     }
 
-    /// What a status means, with the library's last words.
+    /// Puts a status into words, with the library's last words.
     pub fn failed(&self, what: &str, status: c_int) -> RuntimeError {
         let text = |at: *const c_char| match at.is_null() {
             true => String::new(),
@@ -320,7 +321,7 @@ impl Library {
         self.check("splitting a communicator", status)
     }
 
-    /// Whether what was begun with an open communicator is there.
+    /// Says whether work that was begun with an open communicator is done.
     pub fn poll(&self, comm: Pointer) -> Result<bool, RuntimeError> {
         let mut state = SUCCESS;
         // SAFETY: the communicator is open, the pointer to a number.

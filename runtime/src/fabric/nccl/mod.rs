@@ -77,11 +77,11 @@ pub struct Nccl {
     is_prepared: bool,
     /// Communicators whose identifier is on its way.
     awaited: BTreeSet<Key>,
-    /// Of every communicator how many calls came to it and how many are on streams.
+    /// The calls that came to every communicator, and those of them that are on streams.
     counts: BTreeMap<Key, [u64; 2]>,
     /// Messages to and from every rank so far.
     messages: BTreeMap<Rank, [u64; 2]>,
-    /// What streams were given, until it is done.
+    /// Work that streams were given, until it is done.
     flying: VecDeque<Flying>,
 }
 
@@ -108,7 +108,7 @@ pub struct Ticket {
     staging: u64,
 }
 
-/// What a stream was given.
+/// Work that a stream was given.
 struct Flying {
     event: CudaEvent,
     notes: Notes,
@@ -294,7 +294,7 @@ impl Fabric<Cuda> for Nccl {
         self.comms.abort();
     }
 
-    /// What NCCL itself holds is not known.
+    /// Memory that NCCL itself holds is not known.
     fn held_bytes(&self) -> u64 {
         0
     }

@@ -1,5 +1,5 @@
-//! What ranks note at the table about what they have come to: who checks that they agree, and knows
-//! who is missing.
+//! Notes of ranks at the table about the calls that they have come to: who checks that they agree,
+//! and knows who is missing.
 
 use super::Nccl;
 use super::comms::Key;
@@ -16,7 +16,7 @@ use std::sync::Arc;
 pub(super) struct Notes {
     pub meeting: Option<Meeting>,
     pub expected: Vec<(Rank, u64, u64)>,
-    /// What the first member said.
+    /// The words of the first member.
     pub first: Option<Arc<Bytes>>,
 }
 

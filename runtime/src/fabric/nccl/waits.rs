@@ -32,7 +32,7 @@ impl Nccl {
         Ok(self.flying.len() < before)
     }
 
-    /// Of an error of the library's or the GPU's, the reason that the other ranks give, if they do.
+    /// The reason that other ranks give for an error of the library's or the GPU's, if they do.
     /// Then nothing of this rank's waits on a stream any more.
     pub(super) fn explained(&mut self, error: RuntimeError) -> RuntimeError {
         let mut error = error;
