@@ -66,6 +66,7 @@ const MAY_USE: [(&str, &[&str]); 16] = [
             "import",
             "cost-model",
             "intra-op",
+            "jobs",
             "lowering",
             "checker",
             "runtime",
