@@ -17,6 +17,8 @@ struct EmulatedBlock {
     void (*sync_warp)();
     void (*fail)(const char *what, unsigned long long a, unsigned long long b);
     unsigned long long (*span)(unsigned long long at, unsigned long long bytes);
+    char *shared; // that a launch asked for, at a multiple of 1024
+    unsigned long long shared_bytes;
 };
 
 static thread_local EmulatedBlock *emulated_block;
@@ -70,6 +72,11 @@ template <class T> inline T __shfl_xor_sync(unsigned, T value, int mask) {
 template <class T> inline T __shfl_down_sync(unsigned, T value, unsigned by) {
     unsigned lane = emulated_thread() & 31;
     return emulated_exchange(value, lane + by < 32 ? lane + by : lane);
+}
+
+inline int __any_sync(unsigned, int is_so) {
+    for (int mask = 16; mask > 0; mask /= 2) is_so |= __shfl_xor_sync(0xffffffffu, is_so, mask);
+    return is_so;
 }
 
 template <class T> inline T atomicAdd(T *at, T value) {

@@ -1,11 +1,13 @@
 //! Blocks of threads: each thread is a fiber with a stack of its own. A fiber runs until its
 //! kernel ends or waits at a barrier, of the block or of its warp; a thread that never waits costs
-//! one switch.
+//! one switch. A warp goes on until it can do nothing more without the others of its block.
 
 #![allow(unsafe_code)] // switches stacks and calls compiled kernels
 
 use std::cell::RefCell;
 use std::ffi::{CStr, c_char, c_void};
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
 
 /// Bytes of a fiber's stack.
 const STACK: usize = 64 << 10;
@@ -13,6 +15,13 @@ const STACK: usize = 64 << 10;
 const WARP: usize = 32;
 /// Most threads of a block, as on real devices.
 pub const MOST_THREADS: usize = 1024;
+/// Most bytes of shared memory that a launch may ask for; more than [`USUAL_SHARED`] only where the
+/// function was told. Those of compute capability 9.0.
+pub const MOST_SHARED: usize = 227 << 10;
+/// The same of a function that was told nothing.
+pub const USUAL_SHARED: usize = 48 << 10;
+/// What shared memory that a launch asked for is aligned to.
+const SHARED_ALIGNMENT: usize = 1024;
 
 /// Extents or indices along x, y and z.
 #[repr(C)]
@@ -52,6 +61,8 @@ pub struct Block {
     sync_warp: extern "C" fn(),
     fail: extern "C" fn(*const c_char, u64, u64),
     span: extern "C" fn(u64, u64) -> u64,
+    shared: *mut u8,
+    shared_bytes: u64,
 }
 
 /// Tells a module which block its thread runs.
@@ -70,6 +81,8 @@ pub struct Kernel {
     pub attach: Attach,
     /// Bytes of its parameter.
     pub parameter_bytes: usize,
+    /// Most bytes of shared memory that a launch may ask for, as the function was told.
+    pub most_shared: Arc<AtomicUsize>,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -92,6 +105,7 @@ struct Runner {
     shared: Block,
     /// The memory that `shared` points to.
     _slots: Vec<u64>,
+    _shared: Vec<u8>,
     fibers: Vec<Fiber>,
     scheduler: *mut u8,
     current: usize,
@@ -107,11 +121,14 @@ thread_local! {
     static RUNNER: RefCell<*mut Runner> = const { RefCell::new(std::ptr::null_mut()) };
 }
 
+/// Blocks of a launch, threads of a block, and bytes of shared memory that a block has.
+pub type Extent = (Dim, Dim, usize);
+
 /// Runs all blocks of a launch, one after the other. `is_memory` says whether bytes at a device
 /// address are allocated. The error says what a thread did.
 pub fn launch(
     kernel: &Kernel,
-    (grid, block): (Dim, Dim),
+    (grid, block, shared_bytes): Extent,
     parameter: &[u64],
     is_memory: &dyn Fn(u64, u64) -> bool,
 ) -> Result<(), String> {
@@ -121,6 +138,8 @@ pub fn launch(
         return Err(format!("{}: {grid:?} blocks of {block:?}", kernel.name));
     }
     let mut slots = vec![0; n.next_multiple_of(WARP)];
+    let mut shared = vec![0u8; shared_bytes + SHARED_ALIGNMENT];
+    let offset = shared.as_ptr().align_offset(SHARED_ALIGNMENT);
     let fiber = || Fiber {
         stack: None,
         pointer: std::ptr::null_mut(),
@@ -140,7 +159,11 @@ pub fn launch(
             sync_warp,
             fail,
             span,
+            // Full of NaN when a block begins, as fresh memory of the device.
+            shared: shared[offset..].as_mut_ptr(),
+            shared_bytes: shared_bytes as u64,
         },
+        _shared: shared,
         _slots: slots,
         fibers: (0..n).map(|_| fiber()).collect(),
         scheduler: std::ptr::null_mut(),
@@ -172,12 +195,46 @@ unsafe fn run_block(this: *mut Runner, at: Dim) -> Result<(), String> {
     // SAFETY: the caller's promise. Borrows end before a fiber is resumed, as fibers make theirs.
     unsafe {
         (*this).shared.block = at;
+        let Block {
+            shared,
+            shared_bytes,
+            ..
+        } = (*this).shared;
+        shared.write_bytes(0xff, shared_bytes as usize);
         for fiber in &mut (*this).fibers {
             fiber.state = State::New;
         }
+        let n_warps = (*this).fibers.len().div_ceil(WARP);
+        for round in 0.. {
+            // A warp runs as far as it can alone, so that it meets what others have not done yet;
+            // the first one and the last one by turns are ahead.
+            for i in 0..n_warps {
+                let warp = if round % 2 == 0 { i } else { n_warps - 1 - i };
+                run_warp(this, warp, at)?;
+            }
+            let fibers = &mut (*this).fibers;
+            if fibers.iter().all(|f| f.state == State::Done) {
+                return Ok(());
+            }
+            for fiber in fibers.iter_mut().filter(|f| f.state == State::AtBarrier) {
+                fiber.state = State::Ready;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Lets the threads of a warp run until they wait for others of the block, or end.
+///
+/// # Safety
+/// As [`run_block`].
+unsafe fn run_warp(this: *mut Runner, warp: usize, at: Dim) -> Result<(), String> {
+    // SAFETY: the caller's promise, as in `run_block`.
+    unsafe {
         let n = (*this).fibers.len();
+        let threads = warp * WARP..n.min((warp + 1) * WARP);
         loop {
-            for i in 0..n {
+            for i in threads.clone() {
                 if matches!((&(*this).fibers)[i].state, State::New | State::Ready) {
                     resume(this, i);
                     if let Some(what) = (*this).failed.take() {
@@ -185,29 +242,17 @@ unsafe fn run_block(this: *mut Runner, at: Dim) -> Result<(), String> {
                     }
                 }
             }
-            let fibers = &mut (*this).fibers;
-            if fibers.iter().all(|f| f.state == State::Done) {
+            let fibers = &mut (&mut (*this).fibers)[threads.clone()];
+            if !fibers.iter().any(|f| f.state == State::AtWarp) {
                 return Ok(());
             }
-            let mut released = false;
-            for warp in fibers.chunks_mut(WARP) {
-                let waits = |f: &Fiber| matches!(f.state, State::AtWarp | State::Done);
-                if warp.iter().all(waits) && warp.iter().any(|f| f.state == State::AtWarp) {
-                    released = true;
-                    for fiber in warp.iter_mut().filter(|f| f.state == State::AtWarp) {
-                        fiber.state = State::Ready;
-                    }
-                }
-            }
-            if released {
-                continue;
-            }
-            if fibers.iter().any(|f| f.state == State::AtWarp) {
+            let waits = |f: &Fiber| matches!(f.state, State::AtWarp | State::Done);
+            if !fibers.iter().all(waits) {
                 return Err(format!(
                     "threads of a warp of block {at:?} wait for each other at different places"
                 ));
             }
-            for fiber in fibers.iter_mut().filter(|f| f.state == State::AtBarrier) {
+            for fiber in fibers.iter_mut().filter(|f| f.state == State::AtWarp) {
                 fiber.state = State::Ready;
             }
         }

@@ -4,10 +4,11 @@
 #![allow(unsafe_code)] // pointers of the caller's, who promises what the documentation asks for
 #![allow(missing_docs, non_snake_case, clippy::missing_safety_doc)] // the driver's own
 
-use crate::block::{Attach, Dim, Entry, Kernel};
+use crate::block::{Attach, Dim, Entry, Kernel, MOST_SHARED, USUAL_SHARED};
 use crate::queue::{Event, Gpu, Op, Ready, Run, Side};
 use std::cell::Cell;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// How a call went, a `CUresult`.
@@ -171,6 +172,8 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(
         // Compute capability 9.0.
         75 => 9,
         76 => 0,
+        // Shared memory that a block can be given.
+        97 => MOST_SHARED as c_int,
         // Memory pools: none.
         115 => 0,
         other => {
@@ -544,6 +547,7 @@ pub unsafe extern "C" fn cuModuleGetFunction(
             entry: std::mem::transmute::<*mut c_void, Entry>(entry),
             attach: module.attach,
             parameter_bytes: *size as usize,
+            most_shared: Arc::new(AtomicUsize::new(USUAL_SHARED)),
         });
         let at: *mut Kernel = &mut *kernel;
         let mut kernels = module
@@ -552,6 +556,30 @@ pub unsafe extern "C" fn cuModuleGetFunction(
             .unwrap_or_else(PoisonError::into_inner);
         kernels.push(kernel);
         give(to, at.cast())
+    }
+}
+
+/// The one attribute that can be set here: most bytes of shared memory that launches ask for.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuFuncSetAttribute(
+    function: *mut c_void,
+    attribute: c_int,
+    value: c_int,
+) -> Status {
+    // SAFETY: the caller's function.
+    let Some(kernel) = (unsafe { function.cast::<Kernel>().as_ref() }) else {
+        return INVALID_HANDLE;
+    };
+    if attribute != 8 {
+        eprintln!("emulated GPU: attribute {attribute} of functions is not known to the emulator");
+        return NOT_SUPPORTED;
+    }
+    match usize::try_from(value) {
+        Ok(bytes) if bytes <= MOST_SHARED => {
+            kernel.most_shared.store(bytes, Ordering::Relaxed);
+            SUCCESS
+        }
+        _ => INVALID_VALUE,
     }
 }
 
@@ -569,8 +597,8 @@ pub unsafe extern "C" fn cuLaunchKernel(
     parameters: *mut *mut c_void,
     extra: *mut *mut c_void,
 ) -> Status {
-    if parameters.is_null() || !extra.is_null() || shared_bytes > 0 {
-        eprintln!("emulated GPU: a launch with dynamic shared memory, or without a parameter");
+    if parameters.is_null() || !extra.is_null() {
+        eprintln!("emulated GPU: a launch without a parameter");
         return NOT_SUPPORTED;
     }
     // SAFETY: the caller's function and its one parameter, of the size that the kernel has.
@@ -585,7 +613,17 @@ pub unsafe extern "C" fn cuLaunchKernel(
     };
     let dim = |x, y, z| Dim { x, y, z };
     let (grid, block) = (dim(grid_x, grid_y, grid_z), dim(block_x, block_y, block_z));
-    put(stream, Op::Launch(kernel, grid, block, parameter))
+    let shared_bytes = shared_bytes as usize;
+    if shared_bytes > kernel.most_shared.load(Ordering::Relaxed) {
+        eprintln!(
+            "emulated GPU: {} is launched with {shared_bytes} bytes of shared memory, more than \
+             it was told",
+            kernel.name
+        );
+        return INVALID_VALUE;
+    }
+    let extent = (grid, block, shared_bytes);
+    put(stream, Op::Launch(kernel, extent, parameter))
 }
 
 #[unsafe(no_mangle)]

@@ -16,7 +16,8 @@
 //!   memory is gone, and a kernel that leaves an operand is named and ends the context;
 //! * nothing that is put on a stream is done before somebody waits for it, and then streams go on
 //!   in an order drawn from a seed (`MESHWRIGHT_EMULATOR_SEED`) that keeps nothing but what events
-//!   ask for: a missing wait is a wrong result.
+//!   ask for: a missing wait is a wrong result;
+//! * a warp runs as far ahead of the others of its block as barriers let it.
 //!
 //! A function that is not here is a missing symbol, which its caller reports by name. How long
 //! anything takes says nothing about a GPU.

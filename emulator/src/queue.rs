@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)] // copies between addresses that were checked
 
-use crate::block::{self, Dim, Kernel};
+use crate::block::{self, Extent, Kernel};
 use crate::memory::Memory;
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -51,7 +51,7 @@ const PATIENCE: Duration = Duration::from_millis(20);
 #[derive(Debug)]
 pub enum Op {
     /// A launch.
-    Launch(Kernel, Dim, Dim, Vec<u64>),
+    Launch(Kernel, Extent, Vec<u64>),
     /// A copy of so many bytes.
     Copy(Side, Side, usize),
     /// Work of another library's, which says null or what went wrong, and what it is given.
@@ -270,9 +270,9 @@ impl Gpu {
 
     fn execute(&self, op: &Op) -> Result<(), String> {
         match op {
-            Op::Launch(kernel, grid, block, parameter) => {
+            Op::Launch(kernel, extent, parameter) => {
                 let is_memory = |at, bytes| self.lock().memory.resolve(at, bytes).is_some();
-                block::launch(kernel, (*grid, *block), parameter, &is_memory)
+                block::launch(kernel, *extent, parameter, &is_memory)
             }
             Op::Copy(to, from, bytes) => {
                 let (to, from) = (self.address(*to, *bytes)?, self.address(*from, *bytes)?);

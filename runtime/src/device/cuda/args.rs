@@ -55,7 +55,16 @@ pub(super) const ATTENTION_TILES: Source = Source::new(
     "attention_tiles.cu",
     concat!(
         include_str!("kernels/mma.cuh"),
+        include_str!("kernels/tiles.cuh"),
         include_str!("kernels/attention_tiles.cu")
+    ),
+);
+pub(super) const ATTENTION_TILES_GRAD: Source = Source::new(
+    "attention_tiles_grad.cu",
+    concat!(
+        include_str!("kernels/mma.cuh"),
+        include_str!("kernels/tiles.cuh"),
+        include_str!("kernels/attention_tiles_grad.cu")
     ),
 );
 pub(super) const ELEMENTWISE: Source =
@@ -72,9 +81,10 @@ pub(super) const UPDATE: Source = Source::new("update.cu", include_str!("kernels
 
 /// All files.
 #[cfg(test)]
-pub(super) const SOURCES: [Source; 11] = [
+pub(super) const SOURCES: [Source; 12] = [
     ATTENTION,
     ATTENTION_TILES,
+    ATTENTION_TILES_GRAD,
     ELEMENTWISE,
     EMBEDDING,
     LOSS,
@@ -133,6 +143,8 @@ pub(super) struct Call {
     pub args: Box<Args>,
     pub grid: [u32; 3],
     pub threads: u32,
+    /// Bytes of shared memory that the launch gives each block, beside the kernel's own.
+    pub shared: u32,
 }
 
 impl Call {
@@ -162,6 +174,7 @@ impl Call {
             }),
             grid: [u32::try_from(blocks).unwrap_or(u32::MAX), 1, 1],
             threads,
+            shared: 0,
         }
     }
     /// With operand `i`.

@@ -1,11 +1,13 @@
 //! Ops to try a device with: small ones of every kind, which the CPU computes too, and ones of real
 //! sizes, which are timed.
 
+mod attention;
+
 use super::{Cuda, Matmuls, Multiplier};
 use crate::device::{Cpu, Device, Place, Tensor, Work};
 use crate::error::RuntimeError;
 use crate::execute::{Context, Local, narrow, widen};
-use ir::op::{Binary, Einsum, Keys, RopeScaling, SequenceOrder, Unary};
+use ir::op::{Binary, Einsum, RopeScaling, SequenceOrder, Unary};
 use ir::program::Space;
 use ir::{DType, LocalRange, OpKind, ReduceKind, StreamId};
 
@@ -185,7 +187,7 @@ pub(super) fn cases(t: DType) -> Vec<Case> {
     let i = |dims: &[u64]| whole(I32, dims);
     let p = |dims: &[(u64, u64, u64)]| part(t, dims);
     let padded = [(0, 3, 4), (5, 40, 40), (0, 6, 6)];
-    let mut all = Vec::new();
+    let mut all = attention::small(t);
     let mut add = |op, x: &[Local], y: &[Local]| all.push(Case(op, x.to_vec(), y.to_vec()));
     for g in [
         Unary::Neg,
@@ -447,79 +449,6 @@ pub(super) fn cases(t: DType) -> Vec<Case> {
         };
         add(rotary, &[x.clone()], &[x]);
     }
-    // Attention: all keys by position and in zigzag order, with dropout, and parts of a ring.
-    // Heads of 36 elements are for warps; of 64 and 72 for tensor cores, the latter by the larger
-    // of two kernels.
-    for (order, keys, dropout, dim) in [
-        (SequenceOrder::Natural, Keys::All, 0.0, 36),
-        (SequenceOrder::Natural, Keys::All, 0.0, 64),
-        (SequenceOrder::Natural, Keys::All, 0.0, 72),
-        (SequenceOrder::Natural, Keys::All, 0.3, 36),
-        (zigzag, Keys::All, 0.3, 36),
-        (
-            SequenceOrder::Natural,
-            Keys::Ring { step: 0, ranks: 2 },
-            0.0,
-            36,
-        ),
-        (zigzag, Keys::Ring { step: 1, ranks: 2 }, 0.0, 36),
-    ] {
-        let is_ring = keys != Keys::All;
-        let (n_q, n_k, first) = (
-            40,
-            if is_ring { 40 } else { 80 },
-            if is_ring { 0 } else { 40 },
-        );
-        let range = |start, n| LocalRange {
-            start,
-            valid: n,
-            padded: n,
-        };
-        let of = |dtype, seq: LocalRange, rest: &[u64]| {
-            let mut local = whole(dtype, &[&[2, 80], rest].concat());
-            local.ranges[1] = seq;
-            local
-        };
-        let q = of(t, range(40, n_q), &[2, 3, dim]);
-        let k = of(t, range(if is_ring { first } else { 0 }, n_k), &[2, dim]);
-        let lse = of(F32, range(40, n_q), &[2, 3]);
-        let (o, sum) = match is_ring {
-            true => (of(F32, range(40, n_q), &[2, 3, dim]), F32),
-            false => (q.clone(), t),
-        };
-        // Log-sum-exps of the gradients' operands are made up, so scores have to be small for
-        // probabilities that f16 holds.
-        let scale = if dim == 36 { 0.4 } else { 0.05 };
-        let key = String::from("x.attn");
-        let mut x = vec![q.clone(), k.clone(), k.clone()];
-        if keys.continues() {
-            x.extend([o.clone(), lse.clone()]);
-        }
-        let kind = OpKind::Attention {
-            scale,
-            dropout,
-            key: key.clone(),
-            order,
-            keys,
-            bounds: Default::default(),
-        };
-        add(kind, &x, &[o.clone(), lse.clone()]);
-        let mut x = vec![q.clone(), k.clone(), k.clone(), q.clone(), lse, q.clone()];
-        let dq = Local { dtype: sum, ..q };
-        let dk = Local { dtype: sum, ..k };
-        if keys.continues() {
-            x.push(dq.clone());
-        }
-        let kind = OpKind::AttentionGrad {
-            scale,
-            dropout,
-            key,
-            order,
-            keys,
-            bounds: Default::default(),
-        };
-        add(kind, &x, &[dq, dk.clone(), dk]);
-    }
     // The end of a step, in f32.
     let (one, w) = (f(&[]), f(&[300]));
     add(
@@ -660,7 +589,7 @@ pub struct Timed {
 /// with its floating-point operations where they bound it.
 fn real(samples: u64, tokens: u64) -> Vec<(String, Case, f64)> {
     use DType::{Bf16, F32, I32};
-    let (width, heads, dim, vocabulary) = (768u64, 12u64, 64u64, 50304u64);
+    let (width, vocabulary) = (768u64, 50304u64);
     let (b, f) = (|d: &[u64]| whole(Bf16, d), |d: &[u64]| whole(F32, d));
     let x = [samples, tokens, width];
     let rows = samples * tokens;
@@ -684,37 +613,17 @@ fn real(samples: u64, tokens: u64) -> Vec<(String, Case, f64)> {
             add(name, einsum(text), vec![l, r], vec![to], flops);
         }
     }
-    let q = b(&[samples, tokens, heads, dim]);
-    let lse = f(&[samples, tokens, heads]);
-    let flops = 2.0 * (samples * heads * tokens * tokens * dim) as f64;
-    let (scale, dropout, order, keys) = (0.125, 0.0, SequenceOrder::Natural, Keys::All);
-    let key = String::new();
-    let attention = OpKind::Attention {
-        scale,
-        dropout,
-        key: key.clone(),
-        order,
-        keys,
-        bounds: Default::default(),
+    // Attention of this step and, where it has 8 samples of 1024 tokens, of the steps that are
+    // measured: GPT-2 124M's, and those of Llama-like models with as many heads of keys as of
+    // queries and with half of them.
+    all.extend(attention::real([samples, tokens, 12, 1, 64]));
+    all.extend(attention::real([8 * samples, tokens, 12, 1, 64]));
+    let half = samples.div_ceil(2);
+    all.extend(attention::real([half, 4 * tokens, 16, 1, 128]));
+    all.extend(attention::real([half, 4 * tokens, 8, 2, 128]));
+    let mut add = |name: String, op: OpKind, xs: Vec<Local>, ys: Vec<Local>, flops: f64| {
+        all.push((name, Case(op, xs, ys), flops));
     };
-    let (xs, ys) = (vec![q.clone(); 3], vec![q.clone(), lse.clone()]);
-    add("attention".into(), attention, xs, ys, flops);
-    let attention = OpKind::AttentionGrad {
-        scale,
-        dropout,
-        key,
-        order,
-        keys,
-        bounds: Default::default(),
-    };
-    let xs = [&q, &q, &q, &q, &lse, &q].map(Local::clone).to_vec();
-    add(
-        "attention's gradient".into(),
-        attention,
-        xs,
-        vec![q; 3],
-        2.5 * flops,
-    );
     let (w, row) = (b(&[width]), f(&[samples, tokens]));
     let mut plain = |name: &str, op: OpKind, xs: &[&Local], ys: &[&Local]| {
         let own = |locals: &[&Local]| locals.iter().map(|l| (*l).clone()).collect::<Vec<_>>();

@@ -149,6 +149,11 @@ impl Gpu {
     }
 }
 
+/// A file with what stands before it.
+fn whole(source: Source) -> String {
+    format!("{PRELUDE}\n#line 1 \"{}\"\n{}", source.name, source.text)
+}
+
 /// Compiles a file of kernels.
 fn compile(
     source: Source,
@@ -164,8 +169,7 @@ fn compile(
         name: Some(source.name.into()),
         ..CompileOptions::default()
     };
-    let text = format!("{PRELUDE}\n#line 1 \"{}\"\n{}", source.name, source.text);
-    compile_ptx_with_opts(text, options).map_err(|error| {
+    compile_ptx_with_opts(whole(source), options).map_err(|error| {
         let problem = match error {
             CompileError::CompileError { log, .. } => log.to_string_lossy().trim().to_string(),
             other => format!("{other:?}"),
@@ -178,8 +182,60 @@ fn compile(
 
 #[cfg(test)]
 mod tests {
-    use super::super::args::{ATTENTION_TILES, MOVEMENT, SOURCES};
+    use super::super::args::{ATTENTION_TILES, ATTENTION_TILES_GRAD, MOVEMENT, SOURCES};
     use super::*;
+    use cudarc::nvrtc::result;
+    use std::ffi::CString;
+
+    /// What the assembler says of a file's kernels for bf16, in its words, one a line.
+    fn assembled(source: Source, architecture: &str) -> String {
+        let types = Types {
+            x: ["bf16"; 8],
+            y: ["bf16"; 4],
+        };
+        let mut options = types.options();
+        options.push(format!("--gpu-architecture={architecture}"));
+        options
+            .extend(["--std=c++17", "--diag-suppress=177", "--ptxas-options=-v"].map(String::from));
+        let text = CString::new(whole(source)).expect("a source has no zeros");
+        let program = result::create_program(&text, None).expect("a program");
+        // SAFETY: the program is this function's, and is destroyed once.
+        let (done, log) = unsafe {
+            let done = result::compile_program(program, &options);
+            let log = result::get_program_log(program).expect("a log");
+            result::destroy_program(program).expect("a program");
+            (done, log)
+        };
+        let log: String = log.iter().map(|c| char::from(*c as u8)).collect();
+        done.unwrap_or_else(|e| panic!("{}: {e:?}: {log}", source.name));
+        log
+    }
+
+    /// As the next test: with NVIDIA's compiler, skipped without it.
+    #[test]
+    fn kernels_for_tensor_cores_keep_to_registers() {
+        // SAFETY: opening a library of the system's runs no code but its own.
+        if !unsafe { cudarc::nvrtc::sys::is_culib_present() } {
+            eprintln!("skipped: there is no libnvrtc.so; see the comment of the next test");
+            return;
+        }
+        for architecture in ["sm_80", "sm_90", "sm_100"] {
+            for source in [ATTENTION_TILES, ATTENTION_TILES_GRAD] {
+                let log = assembled(source, architecture);
+                let spills: Vec<u32> = log
+                    .split(" bytes spill stores")
+                    .filter_map(|before| before.rsplit([' ', ',']).next()?.parse().ok())
+                    .collect();
+                assert!(spills.len() > 1, "{}: {log}", source.name);
+                // A few words of what is used once a tile.
+                assert!(
+                    spills.iter().all(|bytes| *bytes <= 64),
+                    "{} for {architecture}: {spills:?}",
+                    source.name
+                );
+            }
+        }
+    }
 
     /// With NVIDIA's compiler, which a Python package has (`nvidia-cuda-nvrtc==13.0.*`, its `lib`
     /// in `LD_LIBRARY_PATH`); skipped without it.
@@ -194,7 +250,8 @@ mod tests {
             for source in SOURCES {
                 for name in ["f32", "bf16", "f16"] {
                     // Tensor cores take halves.
-                    if source.name == ATTENTION_TILES.name && name == "f32" {
+                    let tiled = [ATTENTION_TILES.name, ATTENTION_TILES_GRAD.name];
+                    if tiled.contains(&source.name) && name == "f32" {
                         continue;
                     }
                     let mut types = Types {

@@ -152,6 +152,23 @@ impl Drop for Pinned {
     }
 }
 
+/// Bytes of shared memory that every launch may ask for; for more the function has to be told.
+const USUAL_SHARED: u32 = 48 << 10;
+
+/// Lets launches of a function ask for as much shared memory as this call does. Fails where the GPU
+/// has less.
+fn allow_shared(function: &CudaFunction, call: &Call) -> Result<(), RuntimeError> {
+    if call.shared <= USUAL_SHARED {
+        return Ok(());
+    }
+    let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+    let told = function.set_attribute(most, call.shared as i32);
+    told.map_err(|e| {
+        let what = format!("{} bytes of shared memory for {}", call.shared, call.kernel);
+        failed(&what, e)
+    })
+}
+
 /// Fails where an op of a program has no kernel, by its name: before a run rather than in it.
 pub fn check(program: &Program) -> Result<(), RuntimeError> {
     for role in &program.roles {
@@ -361,6 +378,7 @@ impl Cuda {
                 let module = self.gpu.module(call)?;
                 let found = module.load_function(call.kernel);
                 let found = found.map_err(|e| failed(call.kernel, e))?;
+                allow_shared(&found, call)?;
                 self.functions.entry(key).or_insert(found)
             }
         };
@@ -368,7 +386,7 @@ impl Cuda {
         let config = LaunchConfig {
             grid_dim: (x, y, z),
             block_dim: (call.threads, 1, 1),
-            shared_mem_bytes: 0,
+            shared_mem_bytes: call.shared,
         };
         let mut launch = on.launch_builder(function);
         launch.arg(&*call.args);

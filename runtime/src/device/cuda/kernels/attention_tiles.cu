@@ -1,343 +1,196 @@
 // Attention by tensor cores, in the manner of FlashAttention-2: causal, sequences stored by
 // position, grouped queries, bf16 or f16. Scores live in registers and are never kept.
 //
-// A block has 64 rows, 16 for each of its four warps: queries of a head in `attention_tiles` and
-// `attention_tiles_grad_q`, keys in `attention_tiles_grad_kv`. It goes over tiles of the other side
-// in shared memory, where what is summed over lies side by side, so that tiles which are summed
-// over their rows are stored transposed too. Results of one product are, lane by lane, the left
-// factor of the next one. No atomic additions: every sum has its order.
+// A block has 128 queries of a head, 32 for each of its four warps, and goes over tiles of 64 keys
+// and of their values, which are brought to shared memory by turns, in a ring of SLOTS tiles. The
+// last queries, which see most keys, come first. No atomic additions: every sum has its order.
 //
-// n = as in attention.cu; the grid has tiles of rows, heads and samples. Head dims are multiples of
-// 8, and of the kernel's HEAD the rest is zero.
-
-#define ROWS 64
-#define WARPS 4
-// Rows of shared memory have 8 elements more, so that their lanes meet in no bank.
-#define GAP 8
-#define LOG2_E 1.44269504f
-
-struct Head {
-    i64 batch, queries, heads, groups, dim, keys, valid_queries, valid_keys, first_query, first_key;
-    float scale;
-    i64 b, kv, g; // of this block
-    int warp, lane, row, pair; // row of the fragment, and its columns
-
-    __device__ __forceinline__ i64 query(i64 i) const {
-        return (((b * queries + i) * heads + kv) * groups + g) * dim;
-    }
-    __device__ __forceinline__ i64 key(i64 j) const { return ((b * keys + j) * heads + kv) * dim; }
-    __device__ __forceinline__ i64 row_of(i64 i) const {
-        return ((b * queries + i) * heads + kv) * groups + g;
-    }
-    // By position: whether a query sees a key.
-    __device__ __forceinline__ bool sees(i64 i, i64 j) const {
-        return i < valid_queries && j < valid_keys && first_key + j <= first_query + i;
-    }
-};
-
-DEVICE Head head_of(const Args &a) {
-    Head h;
-    h.batch = a.n[0], h.queries = a.n[1], h.heads = a.n[2], h.groups = a.n[3], h.dim = a.n[4];
-    h.keys = a.n[5], h.valid_queries = a.n[6], h.valid_keys = a.n[7];
-    h.first_query = a.n[8], h.first_key = a.n[9];
-    h.scale = (float)a.f[0];
-    h.b = blockIdx.z;
-    h.kv = blockIdx.y % h.heads, h.g = blockIdx.y / h.heads;
-    h.warp = (int)threadIdx.x / 32, h.lane = (int)threadIdx.x % 32;
-    h.row = h.lane / 4, h.pair = 2 * (h.lane % 4);
-    return h;
-}
-
-// The left factor's fragments of 16 rows, zero outside.
-template <int HEAD, class T, class At>
-DEVICE void left_rows(u32 (*a)[4], const In<T> &x, i64 first, i64 count, const Head &h, At at) {
-#pragma unroll
-    for (int k = 0; k < HEAD / 16; k++)
-#pragma unroll
-        for (int r = 0; r < 4; r++) {
-            const i64 i = first + h.row + 8 * (r % 2);
-            const int d = 16 * k + h.pair + 8 * (r / 2);
-            a[k][r] = i < count && d < h.dim ? two(x, at(i) + d) : 0;
-        }
-}
-
-// A tile of rows to shared memory, and transposed where that is wanted; zero outside.
-template <int HEAD, int TILE, class T, class At>
-DEVICE void load_tile(T (*rows)[HEAD + GAP], T (*columns)[TILE + GAP], const In<T> &x, i64 first,
-                      i64 count, const Head &h, At at) {
-    for (int e = (int)threadIdx.x; e < TILE * HEAD / 8; e += ROWS / 16 * 32) {
-        // Lanes go along the rows, which are next to each other in what is transposed.
-        const int r = e % TILE, d = e / TILE * 8;
-        Quad q = {{0, 0, 0, 0}};
-        if (first + r < count && d < h.dim) q = eight(x, at(first + r) + d);
-        if (rows) *(Quad *)&rows[r][d] = q;
-        if (columns) {
-#pragma unroll
-            for (int k = 0; k < 8; k++) columns[d + k][r].bits = (u16)(q.w[k / 2] >> (16 * (k % 2)));
-        }
-    }
-}
-
-// c += a b, where b's columns are rows of shared memory from `first` on, 8 of them.
-template <int DEPTH, int STRIDE, class T>
-DEVICE void times(float *c, const u32 (*a)[4], const T (*b)[STRIDE], int first, const Head &h) {
-#pragma unroll
-    for (int k = 0; k < DEPTH / 16; k++) {
-        const T *at = &b[first + h.row][16 * k + h.pair];
-        mma(c, a[k], *(const u32 *)at, *(const u32 *)(at + 8), T());
-    }
-}
-
-// Results of tiles beside each other as the left factor of the next product.
-template <int TILE, class T> DEVICE void as_left(u32 (*a)[4], const float (*c)[4], T type) {
-#pragma unroll
-    for (int k = 0; k < TILE / 16; k++) {
-        a[k][0] = pack(c[2 * k][0], c[2 * k][1], type);
-        a[k][1] = pack(c[2 * k][2], c[2 * k][3], type);
-        a[k][2] = pack(c[2 * k + 1][0], c[2 * k + 1][1], type);
-        a[k][3] = pack(c[2 * k + 1][2], c[2 * k + 1][3], type);
-    }
-}
-
-template <int HEAD, class T, class At>
-DEVICE void store_rows(const Out<T> &y, const float (*c)[4], i64 first, i64 count, const Head &h,
-                       At at, float by_upper, float by_lower) {
-#pragma unroll
-    for (int n = 0; n < HEAD / 8; n++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-            const i64 i = first + h.row + 8 * (e / 2);
-            const int d = 8 * n + h.pair + e % 2;
-            if (i < count && d < h.dim) y.set(at(i) + d, c[n][e] * (e < 2 ? by_upper : by_lower));
-        }
-}
+// n = as in attention.cu; the grid has tiles of queries, heads and samples. Head dims are multiples
+// of 8, and of the kernel's HEAD the rest is zero. The scale is above zero.
 
 // Over the four lanes that share a row.
 DEVICE float row_max(float v) {
-    v = larger(v, __shfl_xor_sync(0xffffffffu, v, 1));
-    return larger(v, __shfl_xor_sync(0xffffffffu, v, 2));
+    v = fmaxf(v, __shfl_xor_sync(EACH_LANE, v, 1));
+    return fmaxf(v, __shfl_xor_sync(EACH_LANE, v, 2));
 }
 DEVICE float row_sum(float v) {
-    v += __shfl_xor_sync(0xffffffffu, v, 1);
-    return v + __shfl_xor_sync(0xffffffffu, v, 2);
+    v += __shfl_xor_sync(EACH_LANE, v, 1);
+    return v + __shfl_xor_sync(EACH_LANE, v, 2);
 }
 
-template <int HEAD> DEVICE void forward(const Args &a) {
-    const int TILE = 64;
+// What has been seen of a warp's rows. Probabilities are times 2 to the power of -`most`, which is
+// the largest score so far or smaller by at most SLACK: results have to be scaled again seldom.
+template <int HEAD> struct Rows {
+    static constexpr int SLACK = 8;
+    float acc[2][HEAD / 8][4], most[2][2], sum[2][2];
+
+    // Before the probabilities of these scores.
+    __device__ __forceinline__ void look_at(const float (*s)[TILE / 8][4], float scale) {
+        float now[2][2];
+        bool grows = false;
+#pragma unroll
+        for (int m = 0; m < 2; m++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float v = s[m][0][2 * r];
+#pragma unroll
+                for (int n = 0; n < TILE / 8; n++)
+                    v = fmaxf(v, fmaxf(s[m][n][2 * r], s[m][n][2 * r + 1]));
+                now[m][r] = row_max(v) * scale;
+                grows = grows || now[m][r] > most[m][r] + SLACK;
+            }
+        if (!__any_sync(EACH_LANE, grows)) return;
+#pragma unroll
+        for (int m = 0; m < 2; m++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const float next = fmaxf(now[m][r], most[m][r]);
+                const float by = next == -INFINITE ? 1.0f : power_of_two(most[m][r] - next);
+                most[m][r] = next;
+                sum[m][r] *= by;
+#pragma unroll
+                for (int n = 0; n < HEAD / 8; n++) {
+                    acc[m][n][2 * r] *= by;
+                    acc[m][n][2 * r + 1] *= by;
+                }
+            }
+    }
+    // Scores of 16 keys to probabilities, as the left factor of the next product.
+    template <class T>
+    __device__ __forceinline__ void take(u32 (*p)[4], float (*s)[TILE / 8][4], int step,
+                                         float scale, T type) {
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const float off = most[m][r] == -INFINITE ? 0.0f : -most[m][r];
+#pragma unroll
+                for (int n = 2 * step; n < 2 * step + 2; n++)
+#pragma unroll
+                    for (int e = 2 * r; e < 2 * r + 2; e++) {
+                        s[m][n][e] = power_of_two(fmaf(s[m][n][e], scale, off));
+                        sum[m][r] += s[m][n][e];
+                    }
+            }
+            as_left(p[m], s[m] + 2 * step, type);
+        }
+    }
+};
+
+// The larger kernel has no registers left for its queries: they stay in shared memory.
+template <int HEAD, int SLOTS> DEVICE void forward(const Args &a) {
+    constexpr int ROWS = 128, THREADS = 128;
+    constexpr bool KEEPS = HEAD <= 64;
     In<T0> q(a.x[0]), k(a.x[1]), v(a.x[2]);
     Out<O0> o(a.y[0]);
     Out<O1> lse(a.y[1]);
-    alignas(16) __shared__ T0 keys[TILE][HEAD + GAP];
-    alignas(16) __shared__ T0 values[HEAD][TILE + GAP];
-    const Head h = head_of(a);
-    const i64 first = (i64)blockIdx.x * ROWS, mine = first + 16 * h.warp;
-    auto query = [&](i64 i) { return h.query(i); };
-    auto key = [&](i64 j) { return h.key(j); };
-    u32 left[HEAD / 16][4], p[TILE / 16][4];
-    left_rows<HEAD>(left, q, mine, h.queries, h, query);
-    float acc[HEAD / 8][4], most[2] = {-INFINITE, -INFINITE}, sum[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int n = 0; n < HEAD / 8; n++)
-        for (int e = 0; e < 4; e++) acc[n][e] = 0.0f;
-    const float scale = h.scale * LOG2_E;
-    i64 n_keys = h.first_query + first + ROWS - h.first_key;
+    Sizes h(a);
+    h.b = (int)blockIdx.z, h.kv = (int)blockIdx.y / h.groups;
+    const int g = (int)blockIdx.y % h.groups;
+    const int first = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, mine = first + 32 * h.warp;
+    int n_keys = first + ROWS + h.ahead;
     if (n_keys > h.valid_keys) n_keys = h.valid_keys;
-    for (i64 j0 = 0; j0 < n_keys; j0 += TILE) {
+    const u32 begin = shared_begin();
+    const u32 for_rows = lane_of_rows<HEAD>(h.lane), for_columns = lane_of_columns<HEAD>(h.lane);
+    const u32 ring = begin + (KEEPS ? 0 : bytes<HEAD>(ROWS)), end = ring + bytes<HEAD>(SLOTS * TILE);
+    const i64 of_q = h.query_begin(g);
+
+    const u32 step_k = h.key_step(), step_q = h.query_step();
+    Tiles<HEAD, TILE, THREADS, T0> keys(k, h.key_begin(), step_k, h.dim);
+    Tiles<HEAD, TILE, THREADS, T0> values(v, h.key_begin(), step_k, h.dim);
+    int left_k = n_keys, left_v = n_keys;
+    auto bring_one = [&](bool is_key, u32 to) {
+        int &there = is_key ? left_k : left_v;
+        if (there > 0) (is_key ? keys : values).bring(to, there, TILE * step_k);
+        there -= TILE;
+        end_group();
+    };
+    if (!KEEPS) {
+        const i64 from = of_q + (i64)first * step_q;
+        Tiles<HEAD, ROWS, THREADS, T0>(q, from, step_q, h.dim).bring(begin, h.queries - first, 0);
+    }
+#pragma unroll
+    for (int t = 0; t < SLOTS - 1; t++) bring_one(t % 2 == 0, ring + bytes<HEAD>(t * TILE));
+    u32 here = ring, before = end - bytes<HEAD>(TILE);
+    // To the next tile; the one before is free after all have come here.
+    auto go_on = [&](bool is_key) {
+        wait_for_groups<SLOTS - 2>();
         __syncthreads();
-        load_tile<HEAD, TILE>(keys, (T0(*)[TILE + GAP])0, k, j0, h.valid_keys, h, key);
-        load_tile<HEAD, TILE>((T0(*)[HEAD + GAP])0, values, v, j0, h.valid_keys, h, key);
-        __syncthreads();
-        float s[TILE / 8][4];
+        bring_one(is_key == (SLOTS % 2 == 1), before);
+        before = here;
+        here = here + bytes<HEAD>(TILE) == end ? ring : here + bytes<HEAD>(TILE);
+    };
+
+    u32 left[2][KEEPS ? HEAD / 16 : 1][4];
+    if constexpr (KEEPS)
+        left_rows<HEAD, 2>(left, q, of_q, step_q, mine, h.queries, h);
+    Rows<HEAD> rows;
+    clear<2>(rows.acc);
+    for (int i = 0; i < 4; i++) rows.most[i / 2][i % 2] = -INFINITE, rows.sum[i / 2][i % 2] = 0.0f;
+    const float scale = h.scale * LOG2_E;
+    for (int j0 = 0; j0 < n_keys; j0 += TILE) {
+        const bool sees = j0 < mine + 32 + h.ahead;
+        float s[2][TILE / 8][4];
+        go_on(true);
+        if (sees) {
+            const u32 at = before + for_rows;
+            clear<2>(s);
 #pragma unroll
-        for (int n = 0; n < TILE / 8; n++) {
-            for (int e = 0; e < 4; e++) s[n][e] = 0.0f;
-            times<HEAD>(s[n], left, keys, 8 * n, h);
-        }
-        float now[2] = {most[0], most[1]};
+            for (int step = 0; step < HEAD / 16; step++) {
+                u32 some[2][4];
 #pragma unroll
-        for (int n = 0; n < TILE / 8; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const bool seen = h.sees(mine + h.row + 8 * (e / 2), j0 + 8 * n + h.pair + e % 2);
-                s[n][e] = seen ? s[n][e] * scale : -INFINITE;
-                now[e / 2] = larger(now[e / 2], s[n][e]);
+                for (int m = 0; m < 2; m++) {
+                    if constexpr (KEEPS)
+                        for (int r = 0; r < 4; r++) some[m][r] = left[m][step][r];
+                    else
+                        load_matrices(some[m], along(begin + for_columns, step) +
+                                                   bytes<HEAD>(32 * h.warp + 16 * m));
+                }
+                by_rows<HEAD, 2>(s, some, at, step, T0());
             }
-        float before[2];
+            if (j0 + TILE > mine + h.ahead + 1 || j0 + TILE > h.valid_keys) {
+#pragma unroll
+                for (int m = 0; m < 2; m++)
+#pragma unroll
+                    for (int r = 0; r < 2; r++) {
+                        int last = mine + 16 * m + 8 * r + h.row + h.ahead;
+                        if (last > h.valid_keys - 1) last = h.valid_keys - 1;
+                        last -= j0 + h.pair;
+#pragma unroll
+                        for (int n = 0; n < TILE / 8; n++)
+#pragma unroll
+                            for (int e = 0; e < 2; e++)
+                                if (8 * n + e > last) s[m][n][2 * r + e] = -INFINITE;
+                    }
+            }
+            rows.look_at(s, scale);
+        }
+        go_on(false);
+        if (sees) {
+#pragma unroll
+            for (int step = 0; step < TILE / 16; step++) {
+                u32 p[2][4];
+                rows.take(p, s, step, scale, T0());
+                by_columns<HEAD, 2>(rows.acc, p, before + for_columns, 16 * step, T0());
+            }
+        }
+    }
+    wait_for_groups<0>();
+    float by[2][2];
+#pragma unroll
+    for (int m = 0; m < 2; m++)
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            now[r] = row_max(now[r]);
-            before[r] = most[r] == -INFINITE ? 0.0f : exp2f(most[r] - now[r]);
-            most[r] = now[r];
-            sum[r] *= before[r];
+            const float sum = row_sum(rows.sum[m][r]);
+            by[m][r] = sum == 0.0f ? 0.0f : 1.0f / sum;
+            const int i = mine + 16 * m + 8 * r + h.row;
+            // From powers of two.
+            if (h.pair == 0 && i < h.queries)
+                lse.set((((i64)h.b * h.queries + i) * h.heads + h.kv) * h.groups + g,
+                        sum == 0.0f ? -INFINITE : rows.most[m][r] / LOG2_E + logf(sum));
         }
-#pragma unroll
-        for (int n = 0; n < TILE / 8; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                s[n][e] = s[n][e] == -INFINITE ? 0.0f : exp2f(s[n][e] - now[e / 2]);
-                sum[e / 2] += s[n][e];
-            }
-        as_left<TILE>(p, s, T0());
-#pragma unroll
-        for (int n = 0; n < HEAD / 8; n++) {
-            for (int e = 0; e < 4; e++) acc[n][e] *= before[e / 2];
-            times<TILE>(acc[n], p, values, 8 * n, h);
-        }
-    }
-    float by[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        sum[r] = row_sum(sum[r]);
-        by[r] = sum[r] == 0.0f ? 0.0f : 1.0f / sum[r];
-        const i64 i = mine + h.row + 8 * r;
-        // From powers of two.
-        if (h.pair == 0 && i < h.queries)
-            lse.set(h.row_of(i), sum[r] == 0.0f ? -INFINITE : most[r] / LOG2_E + logf(sum[r]));
-    }
-    store_rows<HEAD>(o, acc, mine, h.queries, h, query, by[0], by[1]);
+    store_rows<HEAD, 2>(o, rows.acc, of_q, step_q, first, h.queries, h.dim, by);
 }
 
-KERNEL(attention_tiles_64) { forward<64>(a); }
-KERNEL(attention_tiles_128) { forward<128>(a); }
-
-// o, do to their product of each row, in scratch memory y: a warp per row; n = rows, dim.
-KERNEL(attention_delta) {
-    In<T0> o(a.x[0]);
-    In<T0> d_o(a.x[1]);
-    Out<f32> y(a.y[0]);
-    const i64 row = (i64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    if (row >= a.n[0]) return;
-    float sum = 0;
-    for (i64 d = threadIdx.x % 32; d < a.n[1]; d += 32)
-        sum += o[row * a.n[1] + d] * d_o[row * a.n[1] + d];
-    sum = warp_sum(sum);
-    if (threadIdx.x % 32 == 0) y.set(row, sum);
-}
-
-// Probability of a pair, from the scaled score and the row's log-sum-exp.
-DEVICE float probability(float score, float lse, float scale, bool seen) {
-    return seen && lse != -INFINITE ? exp2f(score * scale - lse * LOG2_E) : 0.0f;
-}
-
-// q, k, v, delta, lse, do to dq.
-template <int HEAD, int TILE> DEVICE void grad_q(const Args &a) {
-    In<T0> q(a.x[0]), k(a.x[1]), v(a.x[2]), d_o(a.x[5]);
-    In<f32> delta(a.x[3]);
-    In<T4> lse(a.x[4]);
-    Out<O0> dq(a.y[0]);
-    alignas(16) __shared__ T0 keys[TILE][HEAD + GAP];
-    alignas(16) __shared__ T0 keys_t[HEAD][TILE + GAP];
-    alignas(16) __shared__ T0 values[TILE][HEAD + GAP];
-    const Head h = head_of(a);
-    const i64 first = (i64)blockIdx.x * ROWS, mine = first + 16 * h.warp;
-    auto query = [&](i64 i) { return h.query(i); };
-    auto key = [&](i64 j) { return h.key(j); };
-    u32 left[HEAD / 16][4], out[HEAD / 16][4], p[TILE / 16][4];
-    left_rows<HEAD>(left, q, mine, h.queries, h, query);
-    left_rows<HEAD>(out, d_o, mine, h.queries, h, query);
-    float norm[2], slope[2], acc[HEAD / 8][4];
-    for (int r = 0; r < 2; r++) {
-        const i64 i = mine + h.row + 8 * r;
-        norm[r] = i < h.queries ? lse[h.row_of(i)] : -INFINITE;
-        slope[r] = i < h.queries ? delta[h.row_of(i)] : 0.0f;
-    }
-#pragma unroll
-    for (int n = 0; n < HEAD / 8; n++)
-        for (int e = 0; e < 4; e++) acc[n][e] = 0.0f;
-    const float scale = h.scale * LOG2_E;
-    i64 n_keys = h.first_query + first + ROWS - h.first_key;
-    if (n_keys > h.valid_keys) n_keys = h.valid_keys;
-    for (i64 j0 = 0; j0 < n_keys; j0 += TILE) {
-        __syncthreads();
-        load_tile<HEAD, TILE>(keys, keys_t, k, j0, h.valid_keys, h, key);
-        load_tile<HEAD, TILE>(values, (T0(*)[TILE + GAP])0, v, j0, h.valid_keys, h, key);
-        __syncthreads();
-        float s[TILE / 8][4];
-#pragma unroll
-        for (int n = 0; n < TILE / 8; n++) {
-            float dp[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-            for (int e = 0; e < 4; e++) s[n][e] = 0.0f;
-            times<HEAD>(s[n], left, keys, 8 * n, h);
-            times<HEAD>(dp, out, values, 8 * n, h);
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const bool seen = h.sees(mine + h.row + 8 * (e / 2), j0 + 8 * n + h.pair + e % 2);
-                s[n][e] = probability(s[n][e], norm[e / 2], scale, seen) * (dp[e] - slope[e / 2]);
-            }
-        }
-        as_left<TILE>(p, s, T0());
-#pragma unroll
-        for (int n = 0; n < HEAD / 8; n++) times<TILE>(acc[n], p, keys_t, 8 * n, h);
-    }
-    store_rows<HEAD>(dq, acc, mine, h.queries, h, query, h.scale, h.scale);
-}
-
-KERNEL(attention_tiles_grad_q_64) { grad_q<64, 64>(a); }
-KERNEL(attention_tiles_grad_q_128) { grad_q<128, 32>(a); }
-
-// The same to dk and dv; the grid has tiles of keys, heads of keys and samples.
-template <int HEAD, int TILE> DEVICE void grad_kv(const Args &a) {
-    In<T0> q(a.x[0]), k(a.x[1]), v(a.x[2]), d_o(a.x[5]);
-    In<f32> delta(a.x[3]);
-    In<T4> lse(a.x[4]);
-    Out<O1> dk(a.y[1]);
-    Out<O2> dv(a.y[2]);
-    alignas(16) __shared__ T0 queries[TILE][HEAD + GAP];
-    alignas(16) __shared__ T0 queries_t[HEAD][TILE + GAP];
-    alignas(16) __shared__ T0 outs[TILE][HEAD + GAP];
-    alignas(16) __shared__ T0 outs_t[HEAD][TILE + GAP];
-    __shared__ float norms[TILE], slopes[TILE];
-    Head h = head_of(a);
-    const i64 first = (i64)blockIdx.x * ROWS, mine = first + 16 * h.warp;
-    auto query = [&](i64 i) { return h.query(i); };
-    auto key = [&](i64 j) { return h.key(j); };
-    u32 left[HEAD / 16][4], value[HEAD / 16][4], p[TILE / 16][4];
-    left_rows<HEAD>(left, k, mine, h.keys, h, key);
-    left_rows<HEAD>(value, v, mine, h.keys, h, key);
-    float acc_k[HEAD / 8][4], acc_v[HEAD / 8][4];
-#pragma unroll
-    for (int n = 0; n < HEAD / 8; n++)
-        for (int e = 0; e < 4; e++) acc_k[n][e] = acc_v[n][e] = 0.0f;
-    const float scale = h.scale * LOG2_E;
-    // By position nothing before the first key sees it.
-    i64 i0 = h.first_key + first - h.first_query;
-    i0 = i0 > 0 ? i0 / TILE * TILE : 0;
-    if (first >= h.valid_keys) i0 = h.valid_queries;
-    for (; i0 < h.valid_queries; i0 += TILE)
-        for (h.g = 0; h.g < h.groups; h.g++) {
-            __syncthreads();
-            load_tile<HEAD, TILE>(queries, queries_t, q, i0, h.valid_queries, h, query);
-            load_tile<HEAD, TILE>(outs, outs_t, d_o, i0, h.valid_queries, h, query);
-            for (int r = (int)threadIdx.x; r < TILE; r += WARPS * 32) {
-                const bool is_there = i0 + r < h.valid_queries;
-                norms[r] = is_there ? lse[h.row_of(i0 + r)] : -INFINITE;
-                slopes[r] = is_there ? delta[h.row_of(i0 + r)] : 0.0f;
-            }
-            __syncthreads();
-            float s[TILE / 8][4], ds[TILE / 8][4];
-#pragma unroll
-            for (int n = 0; n < TILE / 8; n++) {
-                for (int e = 0; e < 4; e++) s[n][e] = ds[n][e] = 0.0f;
-                times<HEAD>(s[n], left, queries, 8 * n, h);
-                times<HEAD>(ds[n], value, outs, 8 * n, h);
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const int i = 8 * n + h.pair + e % 2;
-                    const bool seen = h.sees(i0 + i, mine + h.row + 8 * (e / 2));
-                    s[n][e] = probability(s[n][e], norms[i], scale, seen);
-                    ds[n][e] = s[n][e] * (ds[n][e] - slopes[i]);
-                }
-            }
-            as_left<TILE>(p, s, T0());
-#pragma unroll
-            for (int n = 0; n < HEAD / 8; n++) times<TILE>(acc_v[n], p, outs_t, 8 * n, h);
-            as_left<TILE>(p, ds, T0());
-#pragma unroll
-            for (int n = 0; n < HEAD / 8; n++) times<TILE>(acc_k[n], p, queries_t, 8 * n, h);
-        }
-    store_rows<HEAD>(dk, acc_k, mine, h.keys, h, key, h.scale, h.scale);
-    store_rows<HEAD>(dv, acc_v, mine, h.keys, h, key, 1.0f, 1.0f);
-}
-
-KERNEL(attention_tiles_grad_kv_64) { grad_kv<64, 64>(a); }
-KERNEL(attention_tiles_grad_kv_128) { grad_kv<128, 32>(a); }
+TILED_KERNEL(attention_tiles_64, 128, 2) { forward<64, 4>(a); }
+TILED_KERNEL(attention_tiles_128, 128, 2) { forward<128, 3>(a); }

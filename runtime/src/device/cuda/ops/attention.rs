@@ -3,7 +3,8 @@
 //! Tensor cores take what is in half precision, stored by position and without dropout, of heads up
 //! to 128; kernels with a warp for each row take the rest.
 
-use super::super::args::{ATTENTION, ATTENTION_TILES, Call, Span, Step};
+use super::super::args::{ATTENTION, ATTENTION_TILES, ATTENTION_TILES_GRAD, Call};
+use super::super::args::{Source, Span, Step, THREADS};
 use super::{Op, Part, Steps, chunks};
 use crate::error::RuntimeError;
 use ir::{DType, OpKind};
@@ -14,11 +15,78 @@ const WARPS: usize = 4;
 const MOST_DIM: usize = 256;
 /// The same of the kernels for tensor cores, of which there are two: up to half of it, and to it.
 const MOST_TILED: usize = 128;
-/// Rows and threads of their blocks.
-const TILED_ROWS: u64 = 64;
-const TILED_THREADS: u32 = 128;
 /// Most blocks along y and z.
 const MOST_BLOCKS: i64 = 65535;
+/// Rows of a tile of the side that a kernel for tensor cores goes over: `TILE` of the kernels.
+const TILE: u64 = 64;
+/// Longest sequences, and positions of their first rows, that these kernels count, and most
+/// elements from row to row.
+const MOST_ROWS: i64 = 1 << 29;
+const MOST_STEP: i64 = 1 << 25;
+
+/// A kernel for tensor cores.
+struct Tiled {
+    name: &'static str,
+    /// Rows of a block, of the side that has blocks.
+    rows: u64,
+    threads: u32,
+    /// Bytes of shared memory of a block.
+    shared: u32,
+}
+
+/// Kernels for heads up to 64 and up to 128 elements. What they have in shared memory is in the
+/// headers of the files: rows of so many bytes, and of gradients of keys also two numbers for each
+/// row of a tile.
+struct Pair {
+    source: Source,
+    /// Whether each head of the queries has blocks, or each head of keys.
+    is_of_queries: bool,
+    kernels: [Tiled; 2],
+}
+
+const fn tiled(name: &'static str, rows: u64, threads: u32, shared: u32) -> Tiled {
+    Tiled {
+        name,
+        rows,
+        threads,
+        shared,
+    }
+}
+
+const FORWARD: Pair = Pair {
+    source: ATTENTION_TILES,
+    is_of_queries: true,
+    kernels: [
+        tiled("attention_tiles_64", 128, 128, 4 * 64 * 128),
+        tiled("attention_tiles_128", 128, 128, (128 + 3 * 64) * 256),
+    ],
+};
+const GRAD_Q: Pair = Pair {
+    source: ATTENTION_TILES_GRAD,
+    is_of_queries: true,
+    kernels: [
+        tiled("attention_tiles_grad_q_64", 128, 128, 4 * 64 * 128),
+        tiled("attention_tiles_grad_q_128", 128, 256, 4 * 64 * 256),
+    ],
+};
+const GRAD_KV: Pair = Pair {
+    source: ATTENTION_TILES_GRAD,
+    is_of_queries: false,
+    kernels: [
+        tiled(
+            "attention_tiles_grad_kv_64",
+            128,
+            128,
+            4 * 64 * 128 + 2 * 64 * 8,
+        ),
+        tiled(
+            "attention_tiles_grad_kv_128",
+            128,
+            256,
+            4 * 64 * 256 + 2 * 64 * 8,
+        ),
+    ],
+};
 
 impl Op<'_> {
     /// A call with a warp per row.
@@ -104,15 +172,12 @@ impl Op<'_> {
         Ok(call)
     }
 
-    /// The call of a kernel for tensor cores on these operands, with blocks for so many rows; none
-    /// where the kernels do not take the op. `heads` says whether each head of the queries has
-    /// blocks, or each head of keys.
-    fn tiled(
-        &self,
-        kernels: [&'static str; 2],
-        (rows, is_of_queries): (u64, bool),
-    ) -> Result<Option<Call>, RuntimeError> {
-        let plain = self.each_warp(kernels[0], 1)?;
+    /// The call of a kernel for tensor cores on these operands; none where the kernels do not take
+    /// the op.
+    fn tiled(&self, pair: &Pair) -> Result<Option<Call>, RuntimeError> {
+        let dim = self.x[0].width();
+        let kernel = &pair.kernels[usize::from(dim > MOST_TILED / 2)];
+        let plain = self.each_warp(kernel.name, 1)?;
         let numbers = &plain.args.n;
         let (order, is_continued, has_mask) = (numbers[10], numbers[12], numbers[13]);
         let half = |part: &&Part<'_>| matches!(part.local.dtype, DType::Bf16 | DType::F16);
@@ -120,39 +185,65 @@ impl Op<'_> {
         let halves: Vec<&Part<'_>> = self.x.iter().chain(self.y).filter(half).collect();
         // All but the log-sum-exp.
         let n = self.x.len() + self.y.len() - 1;
-        let dim = self.x[0].width();
+        let (batch, queries, kv, groups) = (numbers[0], numbers[1], numbers[2], numbers[3]);
+        let (keys, firsts) = (numbers[5], [numbers[8], numbers[9]]);
+        let is_counted = [queries, keys, firsts[0], firsts[1]]
+            .iter()
+            .all(|n| *n <= MOST_ROWS)
+            && kv * groups * dim as i64 <= MOST_STEP
+            && self.threads_of_norms() <= u64::from(u32::MAX);
         let fits = halves.len() == n
             && halves
                 .iter()
                 .all(|p| p.local.dtype == dtype && p.span.at.is_multiple_of(16))
             && (order, is_continued, has_mask) == (0, 0, 0)
             && dim.is_multiple_of(8)
-            && dim <= MOST_TILED;
-        let (batch, kv, groups) = (numbers[0], numbers[2], numbers[3]);
-        let heads = if is_of_queries { kv * groups } else { kv };
-        if !fits || heads > MOST_BLOCKS || batch > MOST_BLOCKS {
+            && dim <= MOST_TILED
+            && plain.args.f[0] > 0.0;
+        let (heads, rows) = match pair.is_of_queries {
+            true => (kv * groups, queries),
+            false => (kv, keys),
+        };
+        if !fits || !is_counted || heads > MOST_BLOCKS || batch > MOST_BLOCKS {
             return Ok(None);
         }
-        let mut call = Call {
-            source: ATTENTION_TILES,
-            kernel: kernels[usize::from(dim > MOST_TILED / 2)],
-            threads: TILED_THREADS,
+        let blocks = [
+            (rows as u64).div_ceil(kernel.rows),
+            heads as u64,
+            batch as u64,
+        ];
+        Ok(Some(Call {
+            source: pair.source,
+            threads: kernel.threads,
+            shared: kernel.shared,
+            grid: blocks.map(|n| u32::try_from(n).unwrap_or(u32::MAX)),
             ..plain
-        };
-        let blocks = [rows.div_ceil(TILED_ROWS), heads as u64, batch as u64];
-        call.grid = blocks.map(|n| u32::try_from(n).unwrap_or(u32::MAX));
-        Ok(Some(call))
+        }))
     }
 
-    /// Bytes of scratch memory that the gradient takes for a number for each row.
+    /// Rows of a sample for which the gradient has numbers in scratch memory: queries of all heads,
+    /// as many of each as whole tiles have.
+    fn rows_of_norms(&self) -> u64 {
+        let ranges = &self.x[0].local.ranges;
+        let heads = ranges.iter().skip(2).rev().skip(1).map(|r| r.padded);
+        let queries = ranges.get(1).map_or(0, |r| r.padded);
+        queries.next_multiple_of(TILE) * heads.product::<u64>()
+    }
+
+    /// Threads that make these numbers of a sample.
+    fn threads_of_norms(&self) -> u64 {
+        let of_row = if self.x[0].width() > 64 { 16 } else { 8 };
+        of_row * self.rows_of_norms()
+    }
+
+    /// Bytes of scratch memory that the gradient takes for two numbers for each of these rows.
     pub(super) fn attention_scratch(&self) -> usize {
-        self.x.get(4).map_or(0, |lse| 4 * lse.elements())
+        let samples = self.x[0].local.ranges.first().map_or(0, |r| r.padded);
+        (8 * samples * self.rows_of_norms()) as usize
     }
 
     pub(super) fn attention(&self) -> Steps {
-        let queries = self.x[0].local.ranges.get(1).map_or(0, |r| r.padded);
-        let kernels = ["attention_tiles_64", "attention_tiles_128"];
-        if let Some(call) = self.tiled(kernels, (queries, true))? {
+        if let Some(call) = self.tiled(&FORWARD)? {
             return Ok(vec![Step::Call(call)]);
         }
         let rows = self.y[1].elements();
@@ -160,37 +251,28 @@ impl Op<'_> {
     }
 
     pub(super) fn attention_grad(&self) -> Steps {
-        let length = |x: &Part<'_>| x.local.ranges.get(1).map_or(0, |r| r.padded);
-        let (queries, keys) = (length(&self.x[0]), length(&self.x[1]));
-        let of_q = ["attention_tiles_grad_q_64", "attention_tiles_grad_q_128"];
-        let of_kv = ["attention_tiles_grad_kv_64", "attention_tiles_grad_kv_128"];
-        let tiled = (
-            self.tiled(of_q, (queries, true))?,
-            self.tiled(of_kv, (keys, false))?,
-        );
-        if let (Some(of_q), Some(of_kv)) = tiled {
-            let (rows, dim) = (self.x[4].elements(), self.x[0].width());
-            let delta = Span {
+        if let (Some(of_q), Some(of_kv)) = (self.tiled(&GRAD_Q)?, self.tiled(&GRAD_KV)?) {
+            let norms = Span {
                 at: self.scratch,
-                bytes: 4 * rows as u64,
+                bytes: self.attention_scratch() as u64,
             };
-            let blocks = rows.div_ceil(WARPS);
-            let first = Call::blocks(
-                ATTENTION_TILES,
-                "attention_delta",
-                blocks,
-                32 * WARPS as u32,
-            )
-            .x(0, self.x[3].typed())
-            .x(1, self.x[5].typed())
-            .y(0, (delta, "f32"))
-            .n(0, &[rows as i64, dim as i64]);
+            let blocks = self.threads_of_norms().div_ceil(THREADS.into());
             // The file is compiled for one set of types.
-            let first = Call {
-                types: of_q.types,
-                ..first
+            let types = of_q.types;
+            let mut first = Call {
+                kernel: "attention_delta",
+                grid: [u32::try_from(blocks).unwrap_or(u32::MAX), of_q.grid[2], 1],
+                threads: THREADS,
+                shared: 0,
+                ..of_q.clone()
             };
-            let with = |call: Call| Step::Call(call.x(3, (delta, self.x[3].typed().1)));
+            first.args.y[0] = norms;
+            let with = |call: Call| {
+                Step::Call(Call {
+                    types,
+                    ..call.x(3, (norms, "f32"))
+                })
+            };
             return Ok(vec![Step::Call(first), with(of_q), with(of_kv)]);
         }
         let keys = self.x[1].elements() / self.x[0].width().max(1);
