@@ -559,7 +559,8 @@ pub unsafe extern "C" fn cuModuleGetFunction(
     }
 }
 
-/// The one attribute that can be set here: most bytes of shared memory that launches ask for.
+/// Attributes that can be set here: most bytes of shared memory that launches ask for, and how much
+/// of it is preferred to a cache, of which nothing comes here.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFuncSetAttribute(
     function: *mut c_void,
@@ -570,16 +571,19 @@ pub unsafe extern "C" fn cuFuncSetAttribute(
     let Some(kernel) = (unsafe { function.cast::<Kernel>().as_ref() }) else {
         return INVALID_HANDLE;
     };
-    if attribute != 8 {
-        eprintln!("emulated GPU: attribute {attribute} of functions is not known to the emulator");
-        return NOT_SUPPORTED;
-    }
-    match usize::try_from(value) {
-        Ok(bytes) if bytes <= MOST_SHARED => {
+    match (attribute, usize::try_from(value)) {
+        (8, Ok(bytes)) if bytes <= MOST_SHARED => {
             kernel.most_shared.store(bytes, Ordering::Relaxed);
             SUCCESS
         }
-        _ => INVALID_VALUE,
+        (9, Ok(percent)) if percent <= 100 => SUCCESS,
+        (8 | 9, _) => INVALID_VALUE,
+        _ => {
+            eprintln!(
+                "emulated GPU: attribute {attribute} of functions is not known to the emulator"
+            );
+            NOT_SUPPORTED
+        }
     }
 }
 

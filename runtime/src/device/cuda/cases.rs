@@ -696,9 +696,10 @@ fn real(samples: u64, tokens: u64) -> Vec<(String, Case, f64)> {
     plain("AdamW", adam, &[&p, &p, &p, &p, &f(&[])], &[&p, &p, &p]);
     let cast = OpKind::Cast { dtype: Bf16 };
     plain("cast", cast, &[&p], &[&b(&[vocabulary * width])]);
-    // What is moved between a projection to queries, keys and values, and attention.
-    let (q, dim) = (b(&[samples, tokens, heads, dim]), 2);
-    let qkv = b(&[samples, tokens, 3, heads, 64]);
+    // Moves between a projection to queries, keys and values, and attention.
+    let (heads, of_head, dim) = (12, 64, 2);
+    let q = b(&[samples, tokens, heads, of_head]);
+    let qkv = b(&[samples, tokens, 3, heads, of_head]);
     plain("unstack", OpKind::Unstack { dim }, &[&qkv], &[&q, &q, &q]);
     plain("stack", OpKind::Stack { dim }, &[&q, &q, &q], &[&qkv]);
     for (name, inverse) in [("rotary", false), ("rotary's gradient", true)] {

@@ -155,18 +155,28 @@ impl Drop for Pinned {
 /// Bytes of shared memory that every launch may ask for; for more the function has to be told.
 const USUAL_SHARED: u32 = 48 << 10;
 
-/// Lets launches of a function ask for as much shared memory as this call does. Fails where the GPU
-/// has less.
+/// Lets launches of a function ask for as much shared memory as this call does, and prefers shared
+/// memory to a cache of what the kernel keeps there itself. Fails where the GPU has less.
 fn allow_shared(function: &CudaFunction, call: &Call) -> Result<(), RuntimeError> {
-    if call.shared <= USUAL_SHARED {
-        return Ok(());
+    use sys::CUfunction_attribute::{
+        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+        CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
+    };
+    let set = |attribute, value| {
+        function.set_attribute(attribute, value).map_err(|e| {
+            let what = format!("{} bytes of shared memory for {}", call.shared, call.kernel);
+            failed(&what, e)
+        })
+    };
+    if call.shared > USUAL_SHARED {
+        let bytes = call.shared as i32;
+        set(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes)?;
     }
-    let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-    let told = function.set_attribute(most, call.shared as i32);
-    told.map_err(|e| {
-        let what = format!("{} bytes of shared memory for {}", call.shared, call.kernel);
-        failed(&what, e)
-    })
+    if call.shared > 0 {
+        let percent = 100;
+        set(CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, percent)?;
+    }
+    Ok(())
 }
 
 /// Fails where an op of a program has no kernel, by its name: before a run rather than in it.

@@ -1,5 +1,6 @@
 //! The device suite, and every kernel against the CPU's.
 
+use super::args::Source;
 use super::cases::{Case, SMALL, cases, context, multipliers, results, results_of};
 use super::*;
 use crate::device::Cpu;
@@ -173,4 +174,84 @@ fn many_elements_are_moved() {
         vec![Local::whole(DType::F32, &[columns, rows])],
     );
     agree(&case, &[numbers], 16 << 20);
+}
+
+/// Two warps bring a row each thread to shared memory, and read each other's as a matrix.
+/// n = whether they wait for their copies, whether they meet before they read, and how many bytes
+/// beside the right ones they read.
+const EXCHANGE: Source = Source {
+    name: "exchange.cu",
+    text: concat!(
+        include_str!("kernels/mma.cuh"),
+        "KERNEL(exchange) {
+            In<T0> x(a.x[0]);
+            Out<f32> y(a.y[0]);
+            const u32 i = threadIdx.x;
+            copy_16(shared_begin() + 16 * i, x.p + 8 * i, true, x);
+            end_group();
+            if (a.n[0]) wait_for_groups<0>();
+            if (a.n[1]) __syncthreads();
+            u32 r[4];
+            load_matrices(r, shared_begin() + 16 * (i ^ 32) + (u32)a.n[2]);
+            T0 first;
+            from_word(r[0], first);
+            y.set(i, widen(first));
+            wait_for_groups<0>();
+        }"
+    ),
+};
+
+fn exchange(waits: bool, meets: bool, beside: i64) -> Result<Vec<f32>, RuntimeError> {
+    let stream = StreamId(1);
+    let place = |start, len| Place {
+        space: Space::Device,
+        start,
+        len,
+    };
+    let (x, y) = (place(0, 64 * 16), place(1024, 64 * 4));
+    let mut gpu = Cuda::new(0, SMALL, 0)?;
+    gpu.update(stream, x, &mut |to| {
+        let numbers: Vec<f32> = (0..64 * 8).map(|i| i as f32 / 4.0).collect();
+        crate::execute::narrow(DType::F16, &numbers, to);
+        Ok(())
+    })?;
+    let call = Call::blocks(EXCHANGE, "exchange", 1, 64)
+        .x(0, (gpu.span(x)?, "f16"))
+        .y(0, (gpu.span(y)?, "f32"))
+        .n(0, &[i64::from(waits), i64::from(meets), beside]);
+    let shared = 60 << 10;
+    gpu.call(stream, &Call { shared, ..call })?;
+    let bytes = gpu.read(stream, y)?;
+    let words = bytes.chunks_exact(4);
+    Ok(words
+        .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+        .collect())
+}
+
+/// What the emulator is for, in kernels that copy beside their work.
+#[test]
+fn missing_waits_and_barriers_show() {
+    if !is_emulated("device::cuda::tests::missing_waits_and_barriers_show") {
+        return;
+    }
+    // Lane 4 g + t has element 2 t of row g of the other warp.
+    let expected = (0..64).map(|i| {
+        let (other, lane) = ((i / 32 + 1) % 2 * 32, i % 32);
+        ((other + lane / 4) * 8 + lane % 4 * 2) as f32 / 4.0
+    });
+    let right = exchange(true, true, 0).expect("the kernel runs");
+    assert_eq!(right, expected.collect::<Vec<f32>>());
+    for (waits, meets) in [(false, true), (true, false)] {
+        let wrong = exchange(waits, meets, 0).expect("the kernel runs");
+        assert!(
+            wrong.iter().any(|y| y.is_nan()),
+            "{waits}, {meets}: {wrong:?}"
+        );
+    }
+    // The context is gone after that.
+    let error = exchange(true, true, 60 << 10).expect_err("beyond the shared memory");
+    assert!(
+        error.to_string().contains("leaves shared memory"),
+        "{error}"
+    );
 }
