@@ -91,11 +91,10 @@ impl Search<'_> {
         let mut errors: BTreeMap<usize, PlanError> = BTreeMap::new();
         for (least, submesh, ways) in order {
             let found = best.as_ref().map(|b| b.1.cost.total_s);
+            let near = found.unwrap_or(f64::INFINITY).min(solved.least_ring_s()) * NEAR;
             let to_beat = ToBeat {
-                plain: found.unwrap_or(to_beat.plain),
-                interleaved: to_beat
-                    .interleaved
-                    .min(found.map_or(f64::INFINITY, |s| s * NEAR)),
+                plain: found.unwrap_or(to_beat.plain).min(near),
+                interleaved: to_beat.interleaved.min(near),
             };
             // Whoever ends the search gets the bound of what was not priced.
             let ends = self.ends();
@@ -168,9 +167,10 @@ impl Search<'_> {
                     }
                 }
             }
-            // A pipeline much worse than the best of plain stages is not looked at.
+            // A pipeline much worse than the best is not looked at.
             let plain = best.as_ref().map_or(f64::INFINITY, |b| b.1.cost.total_s);
-            let to_beat = to_beat.interleaved.min(plain * NEAR);
+            let near = plain.min(solved.least_ring_s()) * NEAR;
+            let to_beat = to_beat.interleaved.min(near);
             self.interleave(&mut solved, submesh, &usable, batch, m, reserve, to_beat);
         }
         if unpriced {

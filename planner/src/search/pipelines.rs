@@ -84,6 +84,12 @@ impl Solved {
             least: Vec::new(),
         }
     }
+
+    /// Seconds of the best interleaved stages so far; infinite where there are none.
+    pub(super) fn least_ring_s(&self) -> f64 {
+        let rings = self.interleaved.iter().map(|(_, c)| c.cost.total_s);
+        rings.fold(f64::INFINITY, f64::min)
+    }
 }
 
 /// Costs at which pipelines are not among those that are simulated.
