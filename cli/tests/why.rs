@@ -285,6 +285,19 @@ fn what_if_shows_the_new_plan_and_what_this_one_would_do() {
     let report = place.run(&twice).expect(0).json();
     assert_eq!(report["this_plan"]["outcome"], "fits");
     assert!(report["this_plan"]["step_time_s"].as_f64().unwrap() > before);
+    // What simplicity cost was said of the old facts: it does not keep a slower step from being one.
+    let mut simple = old;
+    let strategies = simple["layer_strategies"].as_array().unwrap().len();
+    simple["proof"]["simpler"] = serde_json::json!({
+        "tolerance": 0.01, "fastest_s": 0.995 * before, "fastest_strategies": strategies + 1,
+    });
+    place.write("plan.json", simple.to_string());
+    let report = place.run(&twice).expect(0).json();
+    assert_eq!(
+        report["this_plan"]["outcome"], "fits",
+        "{}",
+        report["this_plan"]
+    );
 }
 
 #[test]

@@ -272,10 +272,12 @@ fn kept(loaded: &Loaded, again: &Again) -> Result<Kept, Failure> {
     let work = cost_model::StepWork::of(&training, &moved.train);
     let options = cost_model::SimulateOptions::new(work);
     let (played, _) = software::played(&moved, &program, &again.cluster, &options)?;
-    let moved = Plan {
+    let mut moved = Plan {
         predicted: played.prediction,
         ..moved
     };
+    // What a simpler plan cost was said of the old facts.
+    moved.proof.simpler = None;
     match again::replayed(moved)? {
         Ok(_) => Ok(Kept::Fits {
             step_time_s: played.step_time.0,
