@@ -501,6 +501,30 @@ fn every_module_says_what_it_is() {
     nothing_wrong(&problems);
 }
 
+/// A comment of an item begins with a noun or a verb, not with a question that the rest answers.
+#[test]
+fn comments_of_items_say_what_they_are() {
+    let is_doc = |line: &str| {
+        ["///", "//!"]
+            .iter()
+            .any(|m| line.trim_start().starts_with(m))
+    };
+    let mut problems = Vec::new();
+    for file in files(&root(), &[".rs"]) {
+        let text = read(&file);
+        let lines: Vec<&str> = text.lines().collect();
+        for (i, line) in lines.iter().enumerate() {
+            let begins = is_doc(line) && !i.checked_sub(1).is_some_and(|i| is_doc(lines[i]));
+            let words = line.trim_start().get(3..).unwrap_or("").trim_start();
+            let asks = ["What ", "Of ", "Whether what "];
+            if begins && asks.iter().any(|asks| words.starts_with(asks)) {
+                problems.push(format!("{}:{}: {words}", shown(&file), i + 1));
+            }
+        }
+    }
+    nothing_wrong(&problems);
+}
+
 #[test]
 fn nothing_speaks_of_the_machine_it_was_written_on() {
     // Put together here, so that this file does not contain them.

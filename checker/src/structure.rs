@@ -193,6 +193,7 @@ fn spec_problem(spec: &ShardingSpec, lens: &[u64], mesh: &LogicalMesh) -> Option
 
 fn buffers(program: &Program, i: usize, role: &RoleProgram, report: &mut Report) {
     let mut copies = 0u64;
+    let mut counted: BTreeSet<u32> = BTreeSet::new();
     let mut of_row: BTreeMap<u32, u32> = BTreeMap::new();
     for turns in role.buffers.iter().filter_map(|b| b.turns.as_ref()) {
         *of_row.entry(turns.row).or_default() += 1;
@@ -234,7 +235,10 @@ fn buffers(program: &Program, i: usize, role: &RoleProgram, report: &mut Report)
                 bytes.map_or(format!("at most {MAX_LEN} bytes"), |n| format!("{n} bytes"));
             report.add(place(), "bytes", expected, b.bytes.to_string());
         }
-        copies = copies.saturating_add(u64::from(b.slots()));
+        // Those of a row are there once.
+        if b.turns.as_ref().is_none_or(|t| counted.insert(t.row)) {
+            copies = copies.saturating_add(u64::from(b.slots()));
+        }
         // Copies by turns are as many as the microbatches of all buffers of the row, at most.
         let members = b.turns.as_ref().and_then(|t| of_row.get(&t.row));
         let most = program

@@ -20,7 +20,7 @@ use ir::{BufferId, DType};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// What a rank of one mesh does in a step.
+/// The work of a rank of one mesh in a step.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct MeshRoofline {
     /// Ranks of the mesh.

@@ -20,7 +20,7 @@ pub const MOST_THREADS: usize = 1024;
 pub const MOST_SHARED: usize = 227 << 10;
 /// The same of a function that was told nothing.
 pub const USUAL_SHARED: usize = 48 << 10;
-/// What shared memory that a launch asked for is aligned to.
+/// The alignment of shared memory that a launch asked for.
 const SHARED_ALIGNMENT: usize = 1024;
 
 /// Extents or indices along x, y and z.

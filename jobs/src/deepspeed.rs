@@ -310,8 +310,7 @@ fn model(trainer: Option<&Arguments>) -> Result<Model, JobError> {
 }
 
 /// The tensors that the file moves to hosts or disks. Gradients go with the states that they update
-/// from level 2
-/// on, where a rank has its part of them alone (`runtime/zero/stage_1_and_2.py`, `stage3.py`).
+/// from level 2 on, where a rank has its part of them alone (`runtime/zero/stage_1_and_2.py`, `stage3.py`).
 fn offload(keys: &Keys<'_>, zero: u8) -> Offload {
     let device = |key: &str| {
         let settings = keys.peek(&format!("zero_optimization.{key}"))?;

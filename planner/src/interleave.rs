@@ -318,8 +318,7 @@ impl Frontier {
 }
 
 /// The weight that the first stages of a mesh may have so that the mesh can still be as good as one
-/// that is
-/// known to fit: Lagrange's bound. With a price on memory the rest weighs no less than the least
+/// that is known to fit: Lagrange's bound. With a price on memory the rest weighs no less than the least
 /// of each stage's seconds and priced bytes, less the price of what there is.
 struct Hope {
     /// Seconds per byte.

@@ -56,7 +56,7 @@ pub(crate) const MAX_LAYERS: usize = 400;
 const LESS: f64 = 1e-3;
 
 struct Search<'a> {
-    /// What may be recomputed; that which recomputes least first.
+    /// The choices of what is recomputed; that which recomputes least first.
     variants: &'a [Variant],
     train: &'a TrainSpec,
     cluster: &'a Cluster,
@@ -82,7 +82,7 @@ struct Search<'a> {
     /// See [`PlanOptions::without_hiding`].
     without_hiding: bool,
     watcher: &'a Watcher,
-    /// What the search is called where there are several.
+    /// The search's name where there are several.
     name: &'a str,
     /// Whether there is a pipeline, so that the search may end.
     has_found: AtomicBool,

@@ -140,6 +140,8 @@ pub fn set_aside(folder: &Path, name: &str) -> Result<PathBuf, RuntimeError> {
     let failed = |path: &Path, e: io::Error| problem(path, e.to_string());
     let aside = folder.join(name);
     std::fs::create_dir_all(&aside).map_err(|e| failed(&aside, e))?;
+    // Those of another run that came to the same name.
+    clear(&aside)?;
     let entries = std::fs::read_dir(folder).map_err(|e| failed(folder, e))?;
     for path in entries.flatten().map(|e| e.path()) {
         if let (true, Some(name)) = (is_record(&path), path.file_name()) {

@@ -31,8 +31,7 @@ pub fn run(args: &DoctorArgs) -> Result<(), Failure> {
 }
 
 /// Names no one among ranks that are in a call together: the records do not say who holds it up,
-/// and one that has been
-/// stopped may have come to a later call before others heard so. Where the processes of some do
+/// and one that has been stopped may have come to a later call before others heard so. Where the processes of some do
 /// nothing any more, it is they.
 fn narrow(of: &mut Diagnosis, processes: &BTreeMap<Rank, Process>) {
     let here = processes.iter().filter(|(_, p)| p.state != ELSEWHERE);

@@ -81,8 +81,7 @@ fn has(args: &[Argument], name: &str) -> bool {
 }
 
 /// Overlaps of traffic and computing: where the plan's figures are of Megatron-Core, what its runs
-/// have on which
-/// they rest, unless the plan's options say that the job has not. Of other plans what Megatron-LM does
+/// have on which they rest, unless the plan's options say that the job has not. Of other plans what Megatron-LM does
 /// well by itself.
 #[derive(Clone, Copy)]
 struct Overlaps {

@@ -9,19 +9,19 @@ use std::collections::{BTreeMap, BTreeSet};
 const NOT_MODELLED: &[(&str, &str)] = &[
     (
         "zero_optimization.offload_optimizer",
-        "optimizer states rest on the host or on disks: their memory is counted there, and the longer update is not",
+        "optimizer states rest on the host or on disks: from stage 1 on their memory is counted there; the longer update is not",
     ),
     (
         "zero_optimization.offload_param",
-        "parameters rest on the host or on disks: their memory is counted there, and the traffic is not",
+        "parameters rest on the host or on disks: at stage 3 their memory is counted there; the traffic is not",
     ),
     (
         "zero_optimization.cpu_offload",
-        "optimizer states rest on the host: their memory is counted there, and the longer update is not",
+        "optimizer states rest on the host: from stage 1 on their memory is counted there; the longer update is not",
     ),
     (
         "zero_optimization.cpu_offload_params",
-        "parameters rest on the host: their memory is counted there, and the traffic is not",
+        "parameters rest on the host: at stage 3 their memory is counted there; the traffic is not",
     ),
     (
         "zero_optimization.overlap_comm",

@@ -8,7 +8,7 @@
 pub(super) const NOT_MODELLED: &[(&str, &str)] = &[
     (
         "optimizer-cpu-offload",
-        "optimizer states rest on the host: their memory is counted there, and the longer update is not",
+        "optimizer states rest on the host: the memory of all of them is counted there, that of a part and the longer update are not",
     ),
     (
         "optimizer-offload-fraction",

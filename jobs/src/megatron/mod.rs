@@ -173,7 +173,7 @@ pub(crate) fn job(
         zero,
         sequence_parallel,
         recompute,
-        offload: offload(args),
+        offload: offload(args)?,
         precision,
         optimizer: optimizer(args)?,
         clip_norm: match args.number("clip-grad")? {
@@ -194,15 +194,15 @@ pub(crate) fn job(
     Ok((job, notes))
 }
 
-/// The tensors that are moved to the hosts: with the optimizer all of its states, unless a fraction
-/// is given. Gradients stay in the device's buffers.
-fn offload(args: &Arguments) -> Offload {
-    let whole =
-        args.is_on("optimizer-cpu-offload") && !args.has_any(&["optimizer-offload-fraction"]);
-    Offload {
+/// The tensors that are moved to the hosts: with the optimizer all of its states, unless a smaller
+/// fraction is given. Gradients stay in the device's buffers.
+fn offload(args: &Arguments) -> Result<Offload, JobError> {
+    let fraction = args.number("optimizer-offload-fraction")?;
+    let whole = args.is_on("optimizer-cpu-offload") && fraction.is_none_or(|f| f >= 1.0);
+    Ok(Offload {
         optimizer: whole.then_some(Space::Host),
         ..Offload::default()
-    }
+    })
 }
 
 fn optimizer(args: &Arguments) -> Result<Optimizer, JobError> {

@@ -251,9 +251,8 @@ fn axis_options(
     options
 }
 
-/// The roles of a context axis in an op with positions: it may split the sequence, and in
-/// attention, or in
-/// an op that makes its operands without looking at other tokens or heads, the heads instead.
+/// The roles of a context axis in an op with positions: it may split the sequence, and in attention,
+/// or in an op that makes its operands without looking at other tokens or heads, the heads instead.
 ///
 /// Then the layout changes once, before the rotation of queries and keys or where they are taken
 /// apart, and what is kept for the backward pass lies as its attention wants it.

@@ -33,7 +33,7 @@ pub(super) struct Priced {
 }
 
 impl Priced {
-    /// Of objectives in quanta, which are sums of so many rounded costs a layer.
+    /// Objectives in quanta are sums of so many rounded costs a layer.
     pub(super) fn new(
         price: f64,
         in_flight: u64,
@@ -115,7 +115,7 @@ impl Bounds {
         Some(part * above.1 + (1.0 - part) * below.1)
     }
 
-    /// What a price on bytes that live for the step leads to at least, with nothing saved.
+    /// The least that a price on bytes that live for the step leads to, with nothing saved.
     fn fixed_s(&self, sequence: usize, price: f64) -> Option<f64> {
         let lower = self
             .fixed
@@ -167,7 +167,7 @@ pub(super) fn rounds(n_stages: usize, m: u32, repeats: f64) -> f64 {
     (repeats + n_stages as f64).max(f64::from(m))
 }
 
-/// What all layers of a candidate take at least, however they are cut into stages.
+/// The least that all layers of a candidate take, however they are cut into stages.
 pub(super) struct LeastSums {
     /// Seconds of a microbatch.
     pub(super) time_s: f64,
@@ -188,7 +188,7 @@ pub(super) struct RingOf<'c> {
     pub(super) sent_s: f64,
 }
 
-/// What follows for a ring from how many layers its longest stage has.
+/// The bound on a ring that follows from how many layers its longest stage has.
 #[derive(Clone, Copy, Default)]
 struct Longest {
     /// Layers that no stage has more of; 0 where nothing is known.

@@ -6,7 +6,7 @@
 //! prices are stages whose first layers take the one and whose others take the other
 //! ([`super::mixes`]).
 //!
-//! What was worked out about a mesh's layout changes is kept for the next microbatch size.
+//! Prices of a mesh's layout changes are kept for the next microbatch size.
 
 use super::bounds::{Bounds, Priced};
 use super::chosen::ShapeModels;
@@ -61,7 +61,7 @@ pub(super) struct Candidate {
     stages: OnceLock<Known>,
 }
 
-/// What pricing a candidate's stages gave.
+/// The results of pricing a candidate's stages.
 #[derive(Default)]
 pub(super) struct Known {
     stages: Stages,
@@ -75,7 +75,7 @@ pub(super) struct Known {
 struct Unpriced {
     shape: Shape,
     batch: u64,
-    /// Of time, with what is assumed of the traffic of parameters.
+    /// Weights of time, with what is assumed of the traffic of parameters.
     base: Weights,
     m: u32,
     /// Bytes per device that stay free.
@@ -100,7 +100,7 @@ impl Candidate {
         self.bounds.priced_s(self.known(), sequence, price, n)
     }
 
-    /// What pricing its stages gave, where somebody asked for them.
+    /// The results of pricing its stages, where somebody asked for them.
     pub(super) fn known(&self) -> Option<&Known> {
         self.stages.get()
     }
@@ -496,7 +496,7 @@ pub(super) fn weigh_all(models: &Models, weights: Weights) -> Result<Weighted<'_
     Ok(weighted)
 }
 
-/// What a priced mesh is made of.
+/// The parts that a priced mesh is made of.
 pub(super) fn refer<'m>(weighted: &'m Weighted<'m>) -> Vec<Vec<Option<&'m WeightedLayer<'m>>>> {
     let of_variant = |kinds: &'m Vec<Option<WeightedLayer<'m>>>| kinds.iter().map(Option::as_ref);
     weighted

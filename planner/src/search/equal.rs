@@ -91,7 +91,8 @@ impl Search<'_> {
         let mut errors: BTreeMap<usize, PlanError> = BTreeMap::new();
         for (least, submesh, ways) in order {
             let found = best.as_ref().map(|b| b.1.cost.total_s);
-            let near = found.unwrap_or(f64::INFINITY).min(solved.least_ring_s()) * NEAR;
+            let near = found.map_or(f64::INFINITY, |s| s * NEAR);
+            let near = near.min(self.held_back_s(solved.least_ring_s()));
             let to_beat = ToBeat {
                 plain: found.unwrap_or(to_beat.plain).min(near),
                 interleaved: to_beat.interleaved.min(near),
@@ -169,7 +170,7 @@ impl Search<'_> {
             }
             // A pipeline much worse than the best is not looked at.
             let plain = best.as_ref().map_or(f64::INFINITY, |b| b.1.cost.total_s);
-            let near = plain.min(solved.least_ring_s()) * NEAR;
+            let near = (plain * NEAR).min(self.held_back_s(solved.least_ring_s()));
             let to_beat = to_beat.interleaved.min(near);
             self.interleave(&mut solved, submesh, &usable, batch, m, reserve, to_beat);
         }

@@ -166,10 +166,7 @@ impl Search<'_> {
         for &(least, candidate, ring) in &ways {
             let known = solved.interleaved.get(most - 1);
             let known = known.map_or(f64::INFINITY, |(_, c)| cost(c));
-            let near = match self.cluster.pool.is_some() {
-                true => f64::INFINITY,
-                false => solved.least_ring_s() * self.near(),
-            };
+            let near = self.held_back_s(solved.least_ring_s());
             let to_beat = to_beat.min(known).min(near);
             if least >= to_beat || self.ends() {
                 break;

@@ -1,4 +1,4 @@
-//! What larger microbatches say of smaller ones.
+//! Bounds on small microbatches from larger ones.
 //!
 //! With c times as many samples the same strategies take at most c times as long: no rank has more
 //! than c times as many samples, and a kernel or a collective of c times the size takes no longer
@@ -24,9 +24,9 @@ type Key = (usize, Vec<u32>);
 /// once per step.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct LeastTimes {
-    /// Of all layers together.
+    /// Seconds of all layers together.
     pub(super) sum_s: f64,
-    /// Of each layer by itself.
+    /// Seconds of each layer by itself.
     pub(super) layers_s: Vec<f64>,
 }
 

@@ -250,7 +250,7 @@ mod tests {
         assert!(words.contains("with 4, 8 expert ranks"), "{words}");
     }
 
-    /// Of two searches the second has to be faster by more than the tolerance; what is proved is of
+    /// The better of two searches: the second has to be faster by more than the tolerance; what is proved is of
     /// both.
     #[test]
     fn a_further_axis_has_to_be_worth_it() {

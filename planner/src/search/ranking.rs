@@ -8,7 +8,7 @@
 //! and often less in the program. The fastest of all that fit is the plan, or one that is simpler
 //! and takes hardly longer ([`super::simple`]).
 //!
-//! What is proved stays about the objective: a pipeline that was made at a level has its
+//! The proof stays about the objective: a pipeline that was made at a level has its
 //! objective as it is, beside the same bound.
 
 use super::batches::MAX_MICROBATCH;
@@ -42,7 +42,7 @@ const AT_LEVELS: usize = 2;
 const AT_LEVELS_IN_A_SMALL_ONE: usize = 6;
 /// Number of simulated pipelines of which those of the other shapes of their mesh are tried.
 const AT_SHAPES: usize = 2;
-/// What takes so many times as long as the fastest is not looked at further.
+/// A plan that takes so many times as long as the fastest is not looked at further.
 const CLOSE: f64 = 1.02;
 /// Pipelines that are lowered and simulated at once: each keeps its program until it is compared.
 const AT_ONCE: usize = 4;
@@ -50,7 +50,7 @@ const AT_ONCE: usize = 4;
 const TIMES: usize = 3;
 /// Times that more bytes are left, four times as many each, until it is made differently.
 const GROWTHS: usize = 4;
-/// What fills a pipeline is let be where it is less than this part of the microbatches.
+/// Filling a pipeline is let be where it is less than this part of the microbatches.
 const FEW: u32 = 10;
 /// The levels that can be pinned.
 const LEVELS: [u8; 4] = [0, 1, 2, 3];
@@ -164,7 +164,7 @@ fn filling(p: &Pipeline) -> u32 {
     }
 }
 
-/// What a plan is told from another by.
+/// The decisions that a plan is told from another by.
 fn decided(plan: &Plan) -> (&[LayerStrategy], &[StagePlan]) {
     (&plan.layer_strategies, &plan.stages)
 }
@@ -326,10 +326,13 @@ impl Search<'_> {
         let mut waiting: VecDeque<(Pipeline, u64, usize)> =
             pipelines.into_iter().map(|p| (p, asked, 1)).collect();
         loop {
-            let fastest = simulated.ranked.iter().map(|r| r.step_s);
-            let fastest = fastest.fold(f64::INFINITY, f64::min);
-            waiting.retain(|(p, ..)| self.may_win(p, fastest));
-            if waiting.is_empty() || (fastest.is_finite() && self.ends()) {
+            // Objectives against objectives: what hides has one of its own.
+            let fitting = simulated.ranked.iter().map(|r| &r.pipeline);
+            let fitting = fitting.filter(|p| !p.assumed.hides);
+            let least = fitting.map(|p| p.choice.cost.total_s);
+            let limit = self.held_back_s(least.fold(f64::INFINITY, f64::min));
+            waiting.retain(|(p, ..)| p.assumed.hides || p.choice.cost.total_s <= limit);
+            if waiting.is_empty() || (!simulated.ranked.is_empty() && self.ends()) {
                 break;
             }
             let some: Vec<_> = waiting.drain(..waiting.len().min(AT_ONCE)).collect();
@@ -376,14 +379,6 @@ impl Search<'_> {
         let ranked = &mut simulated.ranked;
         ranked.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
         Ok(())
-    }
-
-    /// Whether a pipeline may be faster than one that was simulated: the objective and the simulation
-    /// differ by less than what [`Search::near`] says, where devices share no processors and nothing
-    /// was assumed to hide.
-    fn may_win(&self, p: &Pipeline, simulated_s: f64) -> bool {
-        let is_told = self.cluster.pool.is_none() && !p.assumed.hides;
-        !is_told || p.choice.cost.total_s <= self.near() * simulated_s
     }
 
     /// The pipelines over the submesh of one, with as many stages, that are of one shape each and
@@ -492,7 +487,7 @@ impl Search<'_> {
         Ok(played.into_iter().flatten().collect())
     }
 
-    /// What is proved about the stages of the plan that is taken.
+    /// Proofs of the stages of the plan that is taken.
     fn stage_proofs(&self, forward: &Graph, taken: &Taken) -> Result<Vec<StageProof>, PlanError> {
         let p = &taken.pipeline;
         let again = self.assemble(forward, p, taken.reserve, true)?;

@@ -30,7 +30,7 @@ pub(super) fn in_zigzag_order(forward: &Graph, pins: &Pins) -> Result<Option<Gra
     }
 }
 
-/// What is trained with the updates that the pinned schedule makes. An asynchronous one makes one
+/// The training with the updates that the pinned schedule makes. An asynchronous one makes one
 /// for every microbatch, whose size is then a matter of learning and not of speed: it is not
 /// searched.
 pub(super) fn with_updates(train: &TrainSpec, pins: &Pins) -> Result<TrainSpec, PlanError> {

@@ -114,7 +114,7 @@ impl Search<'_> {
 
 /// The submeshes that stages may have.
 ///
-/// Of equal devices a submesh is a size. Of others it is a size and where devices and links are the
+/// A submesh of equal devices is a size. Of others it is a size and where devices and links are the
 /// same: parts of a host, runs of whole hosts of a group that divide it, and whole groups together.
 /// Pinned sizes lie one behind the other; where stages share meshes, each counts as slow and small
 /// as the slowest and smallest device of all.

@@ -1,6 +1,6 @@
 //! Plans that are simpler than the fastest one and nearly as fast.
 //!
-//! What fills the memory best is a patchwork: the first layers of a stage recompute, an integer
+//! The choice that fills the memory best is a patchwork: the first layers of a stage recompute, an integer
 //! program shares out what is left tensor by tensor. Often a plan whose layers are all alike takes
 //! a fraction of a percent longer, and people can read it and run it with the software that they
 //! have. So the best pipelines are also made with their layers alike, and of all plans within a
@@ -27,7 +27,7 @@ pub(super) enum Likeness {
 }
 
 impl Likeness {
-    /// What a summary of alternatives says of it.
+    /// Words of a summary of alternatives for it.
     pub(super) fn words(self) -> &'static str {
         match self {
             Likeness::Priced => "",
@@ -80,7 +80,7 @@ impl Likeness {
     }
 }
 
-/// What makes a plan hard to read and to run, the most important first.
+/// The features that make a plan hard to read and to run, the most important first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Complexity {
     /// Distinct layer strategies.

@@ -1,4 +1,4 @@
-//! What is recomputed: the training graphs that the search chooses among, layer by layer.
+//! Choices of what is recomputed: the training graphs that the search chooses among, layer by layer.
 //!
 //! Where the pins leave it open, every layer may keep its activations or recompute them by either
 //! of the two named choices ([`Recompute`]). Each choice makes a training graph of its own, in

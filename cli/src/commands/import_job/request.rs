@@ -287,7 +287,9 @@ fn model_of(
         }
         (None, jobs::Model::Config(value)) => ("the job's model".to_string(), value.to_string()),
         (None, jobs::Model::BuiltIn(name)) => model::config_text(name.as_ref())?,
-        (None, jobs::Model::Named { name, argument }) => named(name, argument, remarks)?,
+        (None, jobs::Model::Named { name, argument }) => {
+            named((&args.job, name), argument, remarks)?
+        }
         (None, jobs::Model::NotStated(why)) => {
             let what = format!("the job's model is not known: {why}");
             return Err(Failure::new(Exit::BadInput, what).help(
@@ -314,15 +316,17 @@ fn model_of(
     model::Model::Config(Box::new(loaded)).with_expert_capacity(has_experts.then_some(1.0))
 }
 
-/// The configuration of a model that a job names: of a folder that is there, or of one that is built
-/// in under nearly that name.
+/// The configuration of a model that a job names: of a folder beside the job or here, or of one that
+/// is built in under nearly that name.
 fn named(
-    name: &str,
+    (job, name): (&std::path::Path, &str),
     argument: &str,
     remarks: &mut Vec<String>,
 ) -> Result<(String, String), Failure> {
-    let folder = std::path::Path::new(name);
-    if folder.join("config.json").is_file() {
+    let here = std::path::Path::new(name);
+    let beside = job.parent().map(|folder| folder.join(name));
+    let mut folders = beside.iter().map(|f| f.as_path()).chain([here]);
+    if let Some(folder) = folders.find(|f| f.join("config.json").is_file()) {
         return model::config_text(folder);
     }
     let short = short_name(name);
@@ -336,7 +340,9 @@ fn named(
     let near = near.map_or(String::new(), |near| {
         format!("did you mean --model {near}? ")
     });
-    let what = format!("the job's model is not known: {argument} {name} is none that is built in");
+    let what = format!(
+        "the job's model is not known: {argument} {name} is none that is built in, and no folder with a config.json"
+    );
     Err(Failure::new(Exit::BadInput, what).help(format!(
         "{near}give it as --model, by the name of one that is built in (`meshwright models` lists them) or its config.json"
     )))

@@ -155,8 +155,11 @@ fn prepared(
     let records = match &args.record {
         // What the lost rank was doing is of use when all is over, too.
         Some(folder) => {
-            let aside = record::set_aside(folder, &format!("before-loss-{losses}"))?;
-            format!("\n  records of the ranks before: {}", aside.display())
+            match record::set_aside(folder, &format!("before-loss-{losses}")) {
+                Ok(aside) => format!("\n  records of the ranks before: {}", aside.display()),
+                // No reason to end a run that goes on.
+                Err(e) => format!("\n  records of the ranks before are not kept: {e}"),
+            }
         }
         None => String::new(),
     };

@@ -186,7 +186,7 @@ fn priced(
     priced.filter_map(|(i, c)| Some((i, c?))).collect()
 }
 
-/// What pipelines over a submesh cost at least by nothing but the time of all layers.
+/// A bound on pipelines over a submesh by nothing but the time of all layers.
 fn least_of_matmuls(case: &Case, search: &Search<'_>, submesh: usize, sum_s: f64) -> Least {
     let least = LeastTimes {
         sum_s,

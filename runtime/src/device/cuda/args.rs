@@ -47,7 +47,7 @@ impl Source {
     }
 }
 
-/// What stands before every file.
+/// The text before every file.
 pub(super) const PRELUDE: &str = include_str!("kernels/prelude.cuh");
 pub(super) const ATTENTION: Source =
     Source::new("attention.cu", include_str!("kernels/attention.cu"));
@@ -256,7 +256,7 @@ pub(super) struct Product {
     pub d: u64,
 }
 
-/// What is put on a stream. Few of them live at a time.
+/// A thing that is put on a stream. Few of them live at a time.
 #[allow(clippy::large_enum_variant)]
 #[derive(Clone, Debug)]
 pub(super) enum Step {

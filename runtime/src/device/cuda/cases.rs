@@ -484,7 +484,7 @@ pub(super) fn cases(t: DType) -> Vec<Case> {
     all
 }
 
-/// What the tests' ops know of a run.
+/// The facts of a run that the tests' ops know.
 pub(super) fn context() -> Context {
     Context {
         seed: 3,
@@ -571,7 +571,7 @@ pub fn compare(mut on: impl FnMut(Compared)) -> Result<(), RuntimeError> {
 /// The time of an op of a real size.
 #[derive(Clone, Debug)]
 pub struct Timed {
-    /// What it is, and its sizes.
+    /// Its name, and its sizes.
     pub op: String,
     /// Who multiplies, where it is a product.
     pub by: Multiplier,
@@ -581,7 +581,7 @@ pub struct Timed {
     pub flops: f64,
     /// Bytes of operands and results.
     pub bytes: f64,
-    /// What went wrong.
+    /// The problem, if there was one.
     pub error: Option<String>,
 }
 

@@ -74,10 +74,35 @@ pub fn launches(role: &RoleProgram, kind: &InstrKind) -> Option<u64> {
             let pads = y.iter().filter_map(|y| ops::pad(*y)).count();
             Some((steps.iter().filter(|s| !is_nothing(s)).count() + pads) as u64)
         }
-        InstrKind::Slice { .. }
-        | InstrKind::Fill { .. }
-        | InstrKind::Load { .. }
-        | InstrKind::Copy { .. } => Some(1),
+        InstrKind::Copy { input, output } => {
+            let (from, to) = (
+                role.buffers.get(input.index())?,
+                role.buffers.get(output.index())?,
+            );
+            let (x, y) = (local(input)?, local(output)?);
+            let span = |at: u64, bytes: u64| Span { at, bytes };
+            let (read, written) = (span(APART, from.bytes), span(2 * APART, to.bytes));
+            let part = |local, span| Part { local, span };
+            let steps = match (from.pieces, to.pieces) {
+                (None, Some(pieces)) => ops::pack(pieces, part(&x, read), written),
+                (Some(pieces), None) => {
+                    let output = part(&y, written);
+                    let mut steps = ops::unpack(pieces, read, output);
+                    steps.extend(ops::pad(output));
+                    steps
+                }
+                _ => return Some(1),
+            };
+            Some(steps.iter().filter(|s| !is_nothing(s)).count() as u64)
+        }
+        InstrKind::Slice { output, .. } | InstrKind::Fill { output, .. } => {
+            let y = local(output)?;
+            let bytes = role.buffers.get(output.index())?.bytes;
+            let span = Span { at: APART, bytes };
+            let pads = ops::pad(Part { local: &y, span });
+            Some(1 + pads.iter().filter(|s| !is_nothing(s)).count() as u64)
+        }
+        InstrKind::Load { .. } => Some(1),
         InstrKind::Collective { .. } | InstrKind::WorldSum { .. } | InstrKind::Exchange { .. } => {
             Some(0)
         }

@@ -1,4 +1,4 @@
-//! What a fabric that works on the GPU needs of a rank's device: addresses, streams, memory of a
+//! The parts of a rank's device that a fabric on the GPU needs: addresses, streams, memory of a
 //! stream, and a few moves of elements.
 
 use super::args::{Call, REDUCE, Span, Step, type_name};

@@ -187,7 +187,7 @@ mod tests {
     use cudarc::nvrtc::result;
     use std::ffi::CString;
 
-    /// What the assembler says of a file's kernels for bf16, in its words, one a line.
+    /// The assembler's words on a file's kernels for bf16, one a line.
     fn assembled(source: Source, architecture: &str) -> String {
         let types = Types {
             x: ["bf16"; 8],

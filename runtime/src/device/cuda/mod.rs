@@ -68,9 +68,9 @@ struct Lane {
     /// Scratch that became too small. It is kept, as freeing memory waits for the GPU, where
     /// another rank's work may wait for this one's. All together is smaller than what followed it.
     outgrown: Vec<Block>,
-    /// What the host has written and the stream copies, until the event.
+    /// Bytes that the host has written and the stream copies, until the event.
     written: Vec<(Pinned, CudaEvent)>,
-    /// Of a stream that multiplied matrices: what the library works in.
+    /// The memory that the library works in, where the stream multiplied matrices.
     workspace: Option<Block>,
 }
 

@@ -90,7 +90,7 @@ impl Key {
 /// Algorithms that were chosen on a GPU.
 pub(super) type Chosen = Mutex<Vec<(Choice, sys::cublasLtMatmulHeuristicResult_t)>>;
 
-/// What an algorithm was chosen for.
+/// The form of a product that an algorithm was chosen for.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Choice(Key, Matmuls);
 

@@ -228,7 +228,7 @@ fn exchange(waits: bool, meets: bool, beside: i64) -> Result<Vec<f32>, RuntimeEr
         .collect())
 }
 
-/// What the emulator is for, in kernels that copy beside their work.
+/// The emulator's purpose, in kernels that copy beside their work.
 #[test]
 fn missing_waits_and_barriers_show() {
     if !is_emulated("device::cuda::tests::missing_waits_and_barriers_show") {

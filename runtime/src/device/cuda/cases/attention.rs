@@ -5,7 +5,7 @@ use crate::execute::Local;
 use ir::op::{Keys, SequenceOrder};
 use ir::{DType, LocalRange, OpKind};
 
-/// What a case is of.
+/// The subject of a case.
 #[derive(Clone, Copy)]
 struct Sizes {
     samples: u64,

@@ -58,17 +58,6 @@ DEVICE u32 this_lane() {
 #endif
 }
 
-// 2 to a power, to the last bit but one; smallest results are zero.
-DEVICE float power_of_two(float x) {
-#ifdef __EMULATED_CUDA__
-    return exp2f(x);
-#else
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-#endif
-}
-
 #ifdef __EMULATED_CUDA__
 // What lanes show each other: six words, of which each has the last two it showed. A lane that
 // shows the next ones has met all others after they read those before the last.

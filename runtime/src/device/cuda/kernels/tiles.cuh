@@ -3,7 +3,6 @@
 // A row of a tile has HEAD halves, in chunks of 16 bytes. Chunk c of row r lies at c ^ r % 8, so
 // that eight rows of one chunk meet in no bank, nor do the chunks of a row.
 
-#define LOG2_E 1.44269504f
 #define EACH_LANE 0xffffffffu
 #define TILE 64 // rows
 
@@ -64,9 +63,9 @@ struct Sizes {
 };
 
 // Brings tiles of ROWS rows, by all threads. What a thread copies of a tile are chunks of one
-// column, every AT_ONCE rows.
+// column, every ROWS_AT_ONCE rows.
 template <int HEAD, int ROWS, int THREADS, class T> struct Tiles {
-    static constexpr int CHUNKS = HEAD / 8, AT_ONCE = THREADS / CHUNKS; // a multiple of 8
+    static constexpr int CHUNKS = HEAD / 8, ROWS_AT_ONCE = THREADS / CHUNKS; // a multiple of 8
     const In<T> &x;
     const T *next; // the next tile
     u32 step;      // elements from row to row
@@ -89,9 +88,9 @@ template <int HEAD, int ROWS, int THREADS, class T> struct Tiles {
     // elements.
     __device__ __forceinline__ void bring(u32 to, int count, i64 on) {
 #pragma unroll
-        for (int i = 0; i < ROWS / AT_ONCE; i++)
-            copy_16(to + at + bytes<HEAD>(i * AT_ONCE), next + (u32)(i * AT_ONCE) * step + from,
-                    is_inside && row < count - i * AT_ONCE, x);
+        for (int i = 0; i < ROWS / ROWS_AT_ONCE; i++)
+            copy_16(to + at + bytes<HEAD>(i * ROWS_AT_ONCE), next + (u32)(i * ROWS_AT_ONCE) * step + from,
+                    is_inside && row < count - i * ROWS_AT_ONCE, x);
         next += on;
     }
 };

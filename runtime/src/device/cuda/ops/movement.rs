@@ -152,7 +152,7 @@ impl Moved {
     }
 }
 
-/// What moves a box: a copy of bytes where they follow each other, else a kernel.
+/// The step that moves a box: a copy of bytes where they follow each other, else a kernel.
 fn call(bytes: u64, dims: &[Dim], first: [usize; 2], (from, to): (Span, Span)) -> Step {
     let dims = dims.to_vec();
     let all = Moved { bytes, dims, first }.merged();

@@ -27,6 +27,9 @@ const MOST_SUMS: usize = 1024;
 const MOST_EIGHTS: usize = 4;
 /// Most threads of a block.
 pub(super) const MOST_THREADS: usize = 1024;
+/// Most threads that have a row in registers: a thread of so many may have 128 of the 65,536 of a
+/// multiprocessor, which is what the gradients in f32 need.
+const MOST_THREADS_OF_A_ROW: usize = 512;
 
 impl Op<'_> {
     /// A call with a block per row.
@@ -40,7 +43,7 @@ impl Op<'_> {
         let (rows, width) = self.matrix();
         let mut call = self.each_row(NORM, kernel);
         let of_thread = 8 * MOST_EIGHTS;
-        if !call.can_take_eights(width) || width > of_thread * MOST_THREADS {
+        if !call.can_take_eights(width) || width > of_thread * MOST_THREADS_OF_A_ROW {
             return call;
         }
         let threads = width.div_ceil(of_thread).next_power_of_two().max(WARP);
