@@ -184,6 +184,20 @@ impl ModelShape {
     }
 }
 
+/// The reason why a model has no shape, in a sentence's words.
+pub(crate) fn why_unknown(forward: &Graph) -> &'static str {
+    let has = |is: &dyn Fn(&OpKind) -> bool| forward.ops().iter().any(|op| is(&op.kind));
+    let is_bounded =
+        |kind: &OpKind| matches!(kind, OpKind::Attention { bounds, .. } if !bounds.are_none());
+    if has(&is_bounded) {
+        "some of the model's attention has windows or capped scores, whose flags are not written"
+    } else if has(&|kind| matches!(kind, OpKind::Join)) {
+        "the model's attention is latent, whose flags are not written"
+    } else {
+        "the model is no decoder of blocks with one attention each, put together as known ones are"
+    }
+}
+
 /// The ops of each layer.
 fn layers(graph: &Graph) -> BTreeMap<LayerId, Vec<&Op>> {
     let mut all: BTreeMap<LayerId, Vec<&Op>> = BTreeMap::new();

@@ -5,7 +5,7 @@
 //! *deviation* where most of the plan has the value that is stated.
 
 use crate::layout::{Axis, Kind, Run};
-use crate::model::ModelShape;
+use crate::model::{ModelShape, why_unknown};
 use crate::names;
 use crate::recompute::Recomputed;
 use ir::offload::Spaces;
@@ -59,6 +59,9 @@ pub struct Summary {
     pub seed: u64,
     /// The shape of the model; none where it is no decoder of blocks.
     pub model: Option<ModelShape>,
+    /// The reason where there is none.
+    #[serde(skip)]
+    pub why_no_model: &'static str,
 }
 
 fn schedule_name<S: serde::Serializer>(kind: &ScheduleKind, s: S) -> Result<S::Ok, S::Error> {
@@ -249,6 +252,7 @@ pub(crate) fn summarise(plan: &Plan, forward: &Graph, runs: &[Run]) -> Summary {
         dropout: plan.train.dropout,
         seed: plan.train.seed,
         model: ModelShape::of(forward, plan.train.sequence),
+        why_no_model: why_unknown(forward),
     }
 }
 

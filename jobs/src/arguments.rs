@@ -178,6 +178,18 @@ impl Arguments {
         error(&self.file, None, what, help)
     }
 
+    /// An argument that nothing has asked for and whose name is like one that is missing, with its
+    /// line.
+    pub fn misspelt(&self, name: &str) -> Option<String> {
+        let seen = self.seen.borrow();
+        let others = self.all.keys().filter(|n| !seen.contains(*n));
+        let found = self.all.get(closest(name, others.map(String::as_str))?)?;
+        let line = found
+            .line
+            .map_or(String::new(), |n| format!(" in line {n}"));
+        Some(format!("`{}`{line}", found.spelled))
+    }
+
     /// Whether a switch is on; one with the value `False` is off.
     pub fn switch(&self, name: &str) -> bool {
         let Some(found) = self.look(name) else {

@@ -178,9 +178,17 @@ pub(crate) fn read(
     let zero = stage(&keys)?;
     let checkpoints = trainer.is_some_and(|t| t.switch("gradient-checkpointing"));
     let set = given.variables.get("gradient_checkpointing");
-    let recompute = match (set, checkpoints) {
+    let recompute = match (set.map(str::to_lowercase).as_deref(), checkpoints) {
         (Some("true" | "full" | "1"), _) | (None, true) => Recomputation::Full,
-        _ => Recomputation::None,
+        (Some("false" | "none" | "0"), _) | (None, false) => Recomputation::None,
+        (Some(other), _) => {
+            return Err(error(
+                "--set",
+                None,
+                format!("gradient_checkpointing is `{other}`, expected true or false"),
+                "true says that all blocks are recomputed, false that none are",
+            ));
+        }
     };
     if set.is_none() && !checkpoints {
         let (value, words) = match keys.at("activation_checkpointing") {

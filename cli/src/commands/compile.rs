@@ -303,6 +303,18 @@ fn notes(planned: &Planned) -> Vec<String> {
     let stages = report::plan::stages(plan, &planned.training);
     let mut notes = planned.stats.notes.clone();
     notes.extend(report::plan::repeated_work(&stages));
+    // A plan for other software that cannot be written down for it is of less use: say it now.
+    let target = plan.made_for.as_ref();
+    if let Some(target) = target.and_then(|made_for| export::Target::named(&made_for.name))
+        && let Err(e) = export::export(plan, &planned.training, target)
+    {
+        let words = e.to_string();
+        let words: Vec<&str> = words.split_whitespace().collect();
+        notes.push(format!(
+            "export will not write this plan: {}",
+            words.join(" ")
+        ));
+    }
     notes
 }
 

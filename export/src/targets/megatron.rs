@@ -29,12 +29,7 @@ pub(super) fn write(read: &Read<'_>) -> Result<Written, ExportError> {
     let summary = &read.summary;
     let d = degrees(summary, TARGET)?;
     let model = summary.model.as_ref();
-    let model = model.ok_or_else(|| {
-        inexpressible(
-            TARGET,
-            "the model is no decoder of blocks with one attention each",
-        )
-    })?;
+    let model = model.ok_or_else(|| inexpressible(TARGET, summary.why_no_model))?;
     let mut missing = Missing::default();
     missing.add_deviations(summary, &[]);
     let mut choices = Choices::of(summary);
@@ -57,6 +52,13 @@ pub(super) fn write(read: &Read<'_>) -> Result<Written, ExportError> {
     }
     if overlaps.narrow_gradients && summary.precision == Precision::Bf16 {
         args.push(flag("grad-reduce-in-bf16"));
+        if summary.accumulation > 1 {
+            missing.add(
+                "the sums of gradients over microbatches",
+                "in f32",
+                "in bf16, which goes with gradients that travel in bf16, as the plan's do: without --grad-reduce-in-bf16 both are in f32",
+            );
+        }
     }
     args.extend(offload(summary, &mut missing));
     let fsdp = has(&args, "use-megatron-fsdp");

@@ -38,12 +38,7 @@ pub(super) fn write(read: &Read<'_>) -> Result<Written, ExportError> {
     let summary = &read.summary;
     let d = degrees(summary, TARGET)?;
     let model = summary.model.as_ref();
-    let model = model.ok_or_else(|| {
-        inexpressible(
-            TARGET,
-            "the model is no decoder of blocks with one attention each",
-        )
-    })?;
+    let model = model.ok_or_else(|| inexpressible(TARGET, summary.why_no_model))?;
     let mut missing = Missing::default();
     let mut choices = Choices::of(summary);
     missing.add_deviations(summary, &[]);

@@ -72,9 +72,14 @@ pub(crate) fn job(
     notes.append(&mut of_model);
     let stages = stages::stages(args, pipeline, layers)?;
     let micro_batch = args.count("micro-batch-size")?.ok_or_else(|| {
+        let add = "add it to the arguments, with the samples that a data rank works on at a time";
+        let help = match args.misspelt("micro-batch-size") {
+            Some(meant) => format!("{meant} may be meant by it; else {add}"),
+            None => add.to_string(),
+        };
         args.missing(
             "`--micro-batch-size` is missing, which Megatron-LM needs",
-            "add it to the arguments, with the samples that a data rank works on at a time",
+            &help,
         )
     })?;
     let global_batch = args.count("global-batch-size")?;

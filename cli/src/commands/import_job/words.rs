@@ -460,7 +460,10 @@ fn line(note: &Note) -> String {
                 .map_or(String::new(), |meant| format!(": did you mean {meant}?"));
             format!(" {}{value}{place}{meant}", note.name)
         }
-        _ => format!(" {}{value}{place}: {}.", note.name, note.words),
+        _ => {
+            let stop = if note.words.ends_with('?') { "" } else { "." };
+            format!(" {}{value}{place}: {}{stop}", note.name, note.words)
+        }
     }
 }
 
