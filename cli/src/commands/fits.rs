@@ -36,7 +36,7 @@ struct Tried {
 struct States {
     /// Bytes of parameters and optimizer states, each once.
     bytes: u64,
-    /// Bytes of a device that plans may use.
+    /// Bytes of a device that the tensors of plans may take.
     of_device: u64,
     /// Devices that hold the states at least.
     least_devices: u64,
@@ -136,7 +136,7 @@ impl States {
             n => format!("fewer than {n} devices cannot hold them, and were not searched"),
         };
         format!(
-            "Parameters and optimizer states are {} if nothing is held twice, and plans may use {} of a device: {ruled_out}.",
+            "Parameters and optimizer states are {} if nothing is held twice, and tensors may take {} of a device: {ruled_out}.",
             Bytes(self.bytes),
             Bytes(self.of_device),
         )
