@@ -21,6 +21,9 @@ pub struct BucketSizes {
     /// In the step phases, the larger of operands and results too: large enough that the fixed time
     /// does not matter on any link, small enough that the buffers need not all exist at once.
     pub step: u64,
+    /// In the step phases for each rank of the group, where that is more: beside them nothing is to
+    /// be hidden, so pieces may be larger than in microbatches.
+    pub step_per_rank: u64,
 }
 
 impl Default for BucketSizes {
@@ -29,6 +32,7 @@ impl Default for BucketSizes {
             microbatch: 25 << 20,
             microbatch_per_rank: 1 << 20,
             step: 256 << 20,
+            step_per_rank: 4 << 20,
         }
     }
 }
@@ -36,12 +40,10 @@ impl Default for BucketSizes {
 impl BucketSizes {
     /// Bytes at which a bucket of a group of `n_ranks` is full.
     pub fn full(&self, region: Region, n_ranks: u64) -> u64 {
-        match region {
-            Region::Microbatch => {
-                let pieces = n_ranks.saturating_mul(self.microbatch_per_rank);
-                self.microbatch.max(pieces)
-            }
-            Region::StepBegin | Region::StepEnd => self.step,
-        }
+        let (least, per_rank) = match region {
+            Region::Microbatch => (self.microbatch, self.microbatch_per_rank),
+            Region::StepBegin | Region::StepEnd => (self.step, self.step_per_rank),
+        };
+        least.max(n_ranks.saturating_mul(per_rank))
     }
 }

@@ -28,7 +28,7 @@ pub(crate) fn coalesce(role: &mut RoleDraft, sizes: &BucketSizes) {
         let instructions = std::mem::take(&mut template.instructions);
         template.instructions = match template.kind {
             TemplateKind::StepBegin | TemplateKind::StepEnd => {
-                list_schedule(instructions, buffers, sizes.step)
+                list_schedule(instructions, buffers, Some(Region::StepBegin))
             }
             TemplateKind::Exchange => instructions,
             _ => buckets::fill(instructions, buffers, &places),
@@ -71,8 +71,13 @@ impl Buffers<'_> {
     }
     /// Bytes at which a bucket of microbatches over these axes is full.
     fn full(&self, axes: &[AxisId]) -> u64 {
-        let n_ranks = axes.iter().map(|a| self.mesh.size(*a)).product();
-        self.sizes.full(Region::Microbatch, n_ranks)
+        self.full_in(Region::Microbatch, axes)
+    }
+    /// The same in a region.
+    fn full_in(&self, region: Region, axes: &[AxisId]) -> u64 {
+        let n_ranks = axes.iter().map(|a| self.mesh.size(*a));
+        self.sizes
+            .full(region, n_ranks.fold(1, u64::saturating_mul))
     }
     /// The larger of operand and result bytes on one rank.
     fn message(&self, i: &Instruction) -> u64 {
@@ -112,8 +117,13 @@ fn append(into: &mut Instruction, other: Instruction) {
     }
 }
 
-/// Collectives merge up to `limit` bytes of one rank, the larger of operands and results.
-fn list_schedule(instructions: Vec<Instruction>, buffers: Buffers, limit: u64) -> Vec<Instruction> {
+/// Collectives merge until a bucket of the region is full, by the larger of operands and results;
+/// all that are ready where there is none.
+fn list_schedule(
+    instructions: Vec<Instruction>,
+    buffers: Buffers,
+    region: Option<Region>,
+) -> Vec<Instruction> {
     let successors = successors(&instructions);
     let mut waits = vec![0usize; instructions.len()];
     successors.iter().flatten().for_each(|&s| waits[s] += 1);
@@ -140,6 +150,7 @@ fn list_schedule(instructions: Vec<Instruction>, buffers: Buffers, limit: u64) -
         };
         let mut played = vec![first];
         if let Some(sort) = buffers.sort(&instruction) {
+            let limit = region.map_or(u64::MAX, |r| buffers.full_in(r, &sort.axes));
             let mut bytes = buffers.message(&instruction);
             for &(_, i) in &ready {
                 let Some(other) = pending[i].take_if(|other| {
@@ -299,7 +310,7 @@ mod tests {
                 reduce(4),
             ],
             b,
-            BucketSizes::default().step,
+            Some(Region::StepBegin),
         );
         assert_eq!(
             show(&out),
@@ -319,7 +330,7 @@ mod tests {
                 mesh: &mesh,
                 sizes: &BucketSizes::default(),
             },
-            BucketSizes::default().step,
+            Some(Region::StepBegin),
         );
         assert_eq!(show(&out), "reduce[0, 1] reduce[2]");
     }

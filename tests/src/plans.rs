@@ -53,6 +53,7 @@ pub fn bucket_sizes(seed: u64) -> BucketSizes {
         microbatch: bytes,
         microbatch_per_rank: 0,
         step: 4 * bytes,
+        step_per_rank: 0,
     };
     match seed % 3 {
         0 => BucketSizes::default(),

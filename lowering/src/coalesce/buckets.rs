@@ -212,7 +212,7 @@ impl Reductions {
     /// Sends what waits, behind what follows from the bucket before.
     fn send(&mut self, out: &mut Emitted, buffers: Buffers<'_>) {
         let is_collective = |i: &Instruction| matches!(i.kind, InstrKind::Collective { .. });
-        let mut ready = list_schedule(std::mem::take(&mut self.waiting), buffers, u64::MAX);
+        let mut ready = list_schedule(std::mem::take(&mut self.waiting), buffers, None);
         let n_ready = ready.iter().take_while(|i| !is_collective(i)).count();
         let mut sent = ready.split_off(n_ready);
         let n_sent = sent.iter().take_while(|i| is_collective(i)).count();

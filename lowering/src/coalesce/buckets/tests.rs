@@ -273,5 +273,6 @@ fn many_ranks_fill_larger_buckets() {
         let bytes = BucketSizes::default().full(Region::Microbatch, n_ranks);
         assert_eq!(bytes, mib << 20, "{n_ranks} ranks");
     }
-    assert_eq!(BucketSizes::default().full(Region::StepEnd, 512), 256 << 20);
+    assert_eq!(BucketSizes::default().full(Region::StepEnd, 64), 256 << 20);
+    assert_eq!(BucketSizes::default().full(Region::StepEnd, 512), 2 << 30);
 }
