@@ -192,3 +192,87 @@ fn put_together(role: &mut RoleProgram) -> Result<(), LowerError> {
     role.buffers.retain(|b| b.pieces.is_none());
     place_again(role)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ir::collective::CollectiveKind;
+    use ir::program::{CollectiveItem, Template};
+    use ir::reshard::LayoutStep;
+    use ir::{Axis, DType, DeviceMesh, LogicalMesh, Rank, ShardingSpec, StageId};
+
+    /// The most collectives that have results in pieces at once in a template that gathers five
+    /// parameters along their inner dim.
+    fn most_in_pieces(kind: TemplateKind) -> usize {
+        let devices = DeviceMesh {
+            first_rank: Rank(0),
+            n_devices: 2,
+        };
+        let axis = Axis {
+            name: "x".into(),
+            size: 2,
+        };
+        let mesh = LogicalMesh::new(devices, vec![axis]).expect("2 = 2");
+        let mut role = RoleDraft::new(StageId::new(0), mesh);
+        let x = AxisId::new(0);
+        let whole = ShardingSpec::replicated(2);
+        let mut shard = whole.clone();
+        shard.dims[1].axes.push(x);
+        let mut buffer = |spec: &ShardingSpec, lifetime| {
+            role.add_buffer(DraftBuffer {
+                name: "w".into(),
+                dtype: DType::F32,
+                lens: vec![64, 8],
+                spec: spec.clone(),
+                pieces: None,
+                lifetime,
+                value: None,
+                space: Space::Device,
+            })
+        };
+        let gathers: Vec<InstrKind> = (0..5)
+            .map(|_| InstrKind::Collective {
+                kind: CollectiveKind::AllGather,
+                axes: vec![x],
+                items: vec![CollectiveItem {
+                    step: LayoutStep::AllGather { axis: x, dim: 1 },
+                    input: buffer(&shard, Lifetime::Persistent),
+                    output: buffer(&whole, Lifetime::Kept),
+                }],
+            })
+            .collect();
+        let serves = Serves {
+            pass: ir::Pass::F,
+            layer: None,
+        };
+        let instructions = gathers
+            .into_iter()
+            .map(|kind| role.instruction(kind, serves));
+        let instructions = instructions.collect();
+        role.templates.push(Template {
+            kind,
+            chunk: 0,
+            instructions,
+        });
+        pack(&mut role);
+        let (mut now, mut most, mut copies) = (0, 0, 0);
+        for instruction in &role.templates[0].instructions {
+            match instruction.kind {
+                InstrKind::Collective { .. } => now += 1,
+                InstrKind::Copy { .. } => (now, copies) = (now - 1, copies + 1),
+                ref other => panic!("{other:?} is not made here"),
+            }
+            most = most.max(now);
+        }
+        assert_eq!((now, copies), (0, 5), "every result is put together once");
+        most
+    }
+
+    #[test]
+    fn few_collectives_of_a_step_phase_have_results_in_pieces() {
+        assert_eq!(most_in_pieces(TemplateKind::StepBegin), IN_PIECES);
+        assert_eq!(most_in_pieces(TemplateKind::StepEnd), IN_PIECES);
+        // In microbatches they wait for their first use, or the end.
+        assert_eq!(most_in_pieces(TemplateKind::Forward), 5);
+    }
+}

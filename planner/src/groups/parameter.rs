@@ -31,8 +31,12 @@ pub(super) fn parameter_group(s: &Setting<'_>, ops: &[OpId]) -> Group {
         .map(|v| graph.ty(v).shape.bind(s.batch))
         .unwrap_or_default();
     let rules: Vec<ShardingRule> = ops.iter().map(|&id| graph.rule(graph.op(id))).collect();
-    let expert_dim = dim_used_as(graph, ops, FactorRole::Expert);
-    let is_cut = dim_used_as(graph, ops, FactorRole::Sequence).is_some() || is_moved(graph, ops);
+    let forward = forward_uses(graph, ops);
+    let expert_dim = dim_used_as(graph, &forward, FactorRole::Expert);
+    // Parts are taken of it, or it is moved, as a table of positions is cut to the sequence and
+    // stored in its order.
+    let is_cut = dim_used_as(graph, &forward, FactorRole::Sequence).is_some()
+        || forward.iter().any(|(op, _)| op.kind.only_moves());
     let per_axis: Vec<Vec<ParamUse>> = s
         .mesh
         .axis_ids()
@@ -119,32 +123,27 @@ fn levels(s: &Setting<'_>, is_cut: bool, uses: &[ParamUse]) -> ZeroLevels {
     })
 }
 
-/// Whether a use in the forward pass takes parts of a parameter or moves them, as a table of positions
-/// is cut to the sequence and stored in its order.
-fn is_moved(graph: &Graph, ops: &[OpId]) -> bool {
+/// The uses of a parameter in the forward pass: ops, and the first operand of each that is made of it.
+fn forward_uses<'g>(graph: &'g Graph, ops: &[OpId]) -> Vec<(&'g Op, usize)> {
     let made: BTreeSet<ValueId> = ops
         .iter()
         .map(|&id| graph.op(id))
         .filter(|op| prepares(op))
         .flat_map(|op| op.outputs.iter().copied())
         .collect();
-    let forward = |op: &&Op| op.region == Region::Microbatch && op.pass == Pass::F;
-    let mut users = graph.ops().iter().filter(forward);
-    users.any(|op| op.kind.only_moves() && op.inputs.iter().any(|v| made.contains(v)))
+    let is_forward = |op: &&Op| op.region == Region::Microbatch && op.pass == Pass::F;
+    let forward = graph.ops().iter().filter(is_forward);
+    let uses = forward.filter_map(|op| {
+        let operand = op.inputs.iter().position(|v| made.contains(v))?;
+        Some((op, operand))
+    });
+    uses.collect()
 }
 
-/// The dim of a parameter that its uses in the forward pass have in this role: experts, or the
-/// sequence of a table of positions.
-fn dim_used_as(graph: &Graph, ops: &[OpId], role: FactorRole) -> Option<usize> {
-    let made: BTreeSet<ValueId> = ops
-        .iter()
-        .map(|&id| graph.op(id))
-        .filter(|op| prepares(op))
-        .flat_map(|op| op.outputs.iter().copied())
-        .collect();
-    let forward = |op: &&Op| op.region == Region::Microbatch && op.pass == Pass::F;
-    graph.ops().iter().filter(forward).find_map(|op| {
-        let operand = op.inputs.iter().position(|v| made.contains(v))?;
+/// The dim of a parameter that its uses have in this role: experts, or the sequence of a table of
+/// positions.
+fn dim_used_as(graph: &Graph, uses: &[(&Op, usize)], role: FactorRole) -> Option<usize> {
+    uses.iter().find_map(|&(op, operand)| {
         let rule = graph.rule(op);
         let has_role = |d: &ir::op::DimFactor| rule.factors[d.factor.index()].role == role;
         rule.operands[operand].iter().position(has_role)
