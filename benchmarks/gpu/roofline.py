@@ -1,6 +1,6 @@
 """Rooflines of the six models' plans on one GPU, as tables of Markdown on standard output.
 
-It needs no GPU: plans are made and counted, nothing is run. The plans are those of throughput.py at
+It needs PyTorch, whose side has the models, but no GPU: plans are made and counted, nothing is run. The plans are those of throughput.py at
 the largest batch of each model. `--device` names a preset of a device, by default `h200-sxm`.
 """
 
