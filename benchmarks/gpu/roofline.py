@@ -1,7 +1,8 @@
 """Rooflines of the six models' plans on one GPU, as tables of Markdown on standard output.
 
-It needs PyTorch, whose side has the models, but no GPU: plans are made and counted, nothing is run. The plans are those of throughput.py at
-the largest batch of each model. `--device` names a preset of a device, by default `h200-sxm`.
+It needs PyTorch, whose side has the models, but no GPU: plans are made and counted, nothing is run.
+The plans are those of throughput.py at the largest batch of each model. `--device` names a preset of
+a device, by default `h200-sxm`.
 """
 
 from __future__ import annotations
