@@ -135,7 +135,7 @@ pub(crate) fn record_paths(
             edge.dtype,
             buckets.of(edge.value, edge.region),
         );
-        let Some((steps, _)) = best.cloned() else {
+        let Some((steps, _)) = best else {
             continue;
         };
         match edge.layer.and_then(|l| of_layer.get(&l)) {

@@ -17,6 +17,7 @@ use ir::{AxisId, DType, LogicalMesh, Origin, Pass, Region, ShardingSpec, ValueId
 use lowering::BucketSizes;
 use rustc_hash::FxHashMap;
 use std::borrow::Borrow;
+use std::collections::hash_map::Entry;
 use std::hash::Hash;
 use std::sync::Arc;
 
@@ -101,6 +102,18 @@ fn elements(lens: &[u64]) -> u64 {
     lens.iter().copied().fold(1, u64::saturating_mul)
 }
 
+/// A step of a layout change, with the specs before and after it.
+struct Step {
+    step: LayoutStep,
+    before: Arc<ShardingSpec>,
+    after: Arc<ShardingSpec>,
+    /// The number of the spec after it.
+    to: usize,
+}
+
+/// A step's number, the lengths' and what else its price depends on.
+type OfStep = (usize, usize, DType, Option<Region>);
+
 /// Prices layout changes on one mesh.
 pub(crate) struct Prices<'a> {
     cluster: &'a Cluster,
@@ -108,9 +121,15 @@ pub(crate) struct Prices<'a> {
     groups: FxHashMap<Vec<AxisId>, Group<'a>>,
     specs: Numbers<ShardingSpec>,
     lens: Numbers<Vec<u64>>,
-    /// By specs: the paths, which are the same for tensors of all lengths.
-    paths: FxHashMap<(usize, usize), Arc<[Vec<LayoutStep>]>>,
-    known: FxHashMap<Question, Option<(Vec<LayoutStep>, f64)>>,
+    /// All steps that paths are made of, with the number of the spec before as a part of the key:
+    /// the paths between many pairs of specs have them in common.
+    steps: Vec<Step>,
+    numbers: FxHashMap<(usize, LayoutStep), usize>,
+    /// By specs: the paths as numbers of steps, which are the same for tensors of all lengths.
+    paths: FxHashMap<(usize, usize), Arc<[Vec<usize>]>>,
+    seconds: FxHashMap<OfStep, f64>,
+    /// By question: the index of the cheapest path, and its seconds.
+    known: FxHashMap<Question, Option<(usize, f64)>>,
     /// Elements of the parameters of a stage on the mesh.
     stage_elements: f64,
 }
@@ -124,7 +143,10 @@ impl<'a> Prices<'a> {
             groups: FxHashMap::default(),
             specs: Numbers(FxHashMap::default()),
             lens: Numbers(FxHashMap::default()),
+            steps: Vec::new(),
+            numbers: FxHashMap::default(),
             paths: FxHashMap::default(),
+            seconds: FxHashMap::default(),
             known: FxHashMap::default(),
             stage_elements: buckets.n_elements as f64 * part.min(1.0),
         }
@@ -148,8 +170,8 @@ impl<'a> Prices<'a> {
         if from == to {
             return Some(0.0);
         }
-        self.best_path(from, to, lens, dtype, buckets)
-            .map(|(_, seconds)| *seconds)
+        let (_, (_, seconds)) = self.cheapest((from, to), lens, dtype, buckets)?;
+        Some(seconds)
     }
 
     /// The cheapest path and its seconds; ties go to the earlier path of `reshard::paths`.
@@ -160,25 +182,80 @@ impl<'a> Prices<'a> {
         lens: &[u64],
         dtype: DType,
         buckets: Option<Region>,
-    ) -> Option<&(Vec<LayoutStep>, f64)> {
-        let specs = (self.specs.of(from), self.specs.of(to));
-        let question = (specs.0, specs.1, self.lens.of(lens), dtype, buckets);
-        if !self.known.contains_key(&question) {
-            let mut best: Option<(Vec<LayoutStep>, f64)> = None;
-            let paths = self.paths.entry(specs);
-            let paths = Arc::clone(paths.or_insert_with(|| reshard::paths(from, to).into()));
-            for path in paths.iter() {
-                let seconds = self.path_time(from, path, lens, dtype, buckets);
-                if best.as_ref().is_none_or(|(_, b)| seconds < *b) {
-                    best = Some((path.clone(), seconds));
-                }
-            }
-            self.known.insert(question, best);
-        }
-        self.known[&question].as_ref()
+    ) -> Option<(Vec<LayoutStep>, f64)> {
+        let (specs, (path, seconds)) = self.cheapest((from, to), lens, dtype, buckets)?;
+        let path = self.paths.get(&specs)?.get(path)?.iter();
+        let steps = path.map(|&step| self.steps[step].step.clone());
+        Some((steps.collect(), seconds))
     }
 
-    /// Seconds of a path: its collectives with the copies around them, and the copies of slices.
+    /// The numbers of two specs, with the index of the cheapest path between them and its seconds.
+    fn cheapest(
+        &mut self,
+        (from, to): (&ShardingSpec, &ShardingSpec),
+        lens: &[u64],
+        dtype: DType,
+        buckets: Option<Region>,
+    ) -> Option<((usize, usize), (usize, f64))> {
+        let specs = (self.specs.of(from), self.specs.of(to));
+        let of_lens = self.lens.of(lens);
+        let question = (specs.0, specs.1, of_lens, dtype, buckets);
+        if let Some(known) = self.known.get(&question) {
+            return known.map(|best| (specs, best));
+        }
+        let paths = match self.paths.get(&specs) {
+            Some(paths) => Arc::clone(paths),
+            None => {
+                let found = reshard::paths(from, to);
+                let paths = found.iter().filter_map(|path| self.numbered(from, path));
+                let paths: Arc<[Vec<usize>]> = paths.collect();
+                self.paths.insert(specs, Arc::clone(&paths));
+                paths
+            }
+        };
+        let mut best: Option<(usize, f64)> = None;
+        for (i, path) in paths.iter().enumerate() {
+            let seconds = self.time((lens, of_lens), path, dtype, buckets);
+            if best.is_none_or(|(_, b)| seconds < b) {
+                best = Some((i, seconds));
+            }
+        }
+        self.known.insert(question, best);
+        best.map(|best| (specs, best))
+    }
+
+    /// The numbers of a path's steps; `None` where one of them cannot be taken.
+    fn numbered(&mut self, from: &ShardingSpec, path: &[LayoutStep]) -> Option<Vec<usize>> {
+        let mut before: (usize, Option<usize>) = (self.specs.of(from), None);
+        let mut numbers = Vec::with_capacity(path.len());
+        for step in path {
+            let (of, last) = before;
+            let next = self.steps.len();
+            let number = match self.numbers.entry((of, step.clone())) {
+                Entry::Occupied(known) => *known.get(),
+                Entry::Vacant(new) => {
+                    let spec = match last {
+                        Some(last) => Arc::clone(&self.steps[last].after),
+                        None => Arc::new(from.clone()),
+                    };
+                    let after = step.apply(&spec)?;
+                    self.steps.push(Step {
+                        step: step.clone(),
+                        to: self.specs.of(&after),
+                        before: spec,
+                        after: Arc::new(after),
+                    });
+                    *new.insert(next)
+                }
+            };
+            numbers.push(number);
+            before = (self.steps[number].to, Some(number));
+        }
+        Some(numbers)
+    }
+
+    /// Seconds of a path: its collectives with the copies around them, and the copies of slices;
+    /// infinite where a step of it cannot be taken.
     pub(crate) fn path_time(
         &mut self,
         from: &ShardingSpec,
@@ -187,54 +264,84 @@ impl<'a> Prices<'a> {
         dtype: DType,
         buckets: Option<Region>,
     ) -> f64 {
-        let whole = elements(lens).saturating_mul(dtype.bytes()).max(1) as f64;
-        let stage = self.stage_elements * dtype.bytes() as f64;
-        let mut spec = from.clone();
+        let of_lens = self.lens.of(lens);
+        match self.numbered(from, path) {
+            Some(path) => self.time((lens, of_lens), &path, dtype, buckets),
+            None => f64::INFINITY,
+        }
+    }
+
+    /// Seconds of a path of numbered steps, for lengths with their number.
+    fn time(
+        &mut self,
+        (lens, of_lens): (&[u64], usize),
+        path: &[usize],
+        dtype: DType,
+        buckets: Option<Region>,
+    ) -> f64 {
         let mut seconds = 0.0;
-        for step in path {
-            let Some(after) = step.apply(&spec) else {
-                return f64::INFINITY;
-            };
-            let bytes = |s: &ShardingSpec| {
-                s.local_elements(lens, &self.mesh)
-                    .saturating_mul(dtype.bytes())
-            };
-            let size = bytes(&spec).max(bytes(&after));
-            seconds += match step.collective(&spec) {
-                Some(kind) => {
-                    let (cluster, mesh) = (self.cluster, &self.mesh);
-                    let axes = step.axes();
-                    let group = self
-                        .groups
-                        .entry(axes)
-                        .or_insert_with_key(|axes| Group::new(cluster, mesh, axes));
-                    let bucket = buckets.map_or(0.0, |region| {
-                        let full = BucketSizes::default().full(region, group.n_members()) as f64;
-                        full.min(stage * (size as f64 / whole))
-                    });
-                    let moving = if bucket > size as f64 {
-                        group.time(kind, bucket as u64).0 * (size as f64 / bucket)
-                    } else {
-                        group.time(kind, size).0
-                    };
-                    let part = |s: &ShardingSpec| s.local_shape(lens, &self.mesh);
-                    let (before, after) = (part(&spec), part(&after));
-                    let pieces = step.pieces(group.n_members() as u32, &before, &after);
-                    let copied = pieces
-                        .iter()
-                        .zip([&before, &after])
-                        .filter_map(|(p, part)| {
-                            let bytes =
-                                elements(&p.as_ref()?.shape(part)).saturating_mul(dtype.bytes());
-                            Some(compute::copy_time(cluster, bytes).0)
-                        });
-                    moving + group.conversions(cluster, kind, dtype, size).0 + copied.sum::<f64>()
+        for &step in path {
+            let question = (step, of_lens, dtype, buckets);
+            seconds += match self.seconds.get(&question) {
+                Some(known) => *known,
+                None => {
+                    let own = self.step_time(step, lens, dtype, buckets);
+                    self.seconds.insert(question, own);
+                    own
                 }
-                None => compute::copy_time(self.cluster, bytes(&after)).0,
             };
-            spec = after;
         }
         seconds
+    }
+
+    fn step_time(
+        &mut self,
+        step: usize,
+        lens: &[u64],
+        dtype: DType,
+        buckets: Option<Region>,
+    ) -> f64 {
+        let Step {
+            step,
+            before: spec,
+            after,
+            ..
+        } = &self.steps[step];
+        let bytes = |s: &ShardingSpec| {
+            s.local_elements(lens, &self.mesh)
+                .saturating_mul(dtype.bytes())
+        };
+        let Some(kind) = step.collective(spec) else {
+            return compute::copy_time(self.cluster, bytes(after)).0;
+        };
+        let whole = elements(lens).saturating_mul(dtype.bytes()).max(1) as f64;
+        let stage = self.stage_elements * dtype.bytes() as f64;
+        let size = bytes(spec).max(bytes(after));
+        let (cluster, mesh) = (self.cluster, &self.mesh);
+        let group = self
+            .groups
+            .entry(step.axes())
+            .or_insert_with_key(|axes| Group::new(cluster, mesh, axes));
+        let bucket = buckets.map_or(0.0, |region| {
+            let full = BucketSizes::default().full(region, group.n_members()) as f64;
+            full.min(stage * (size as f64 / whole))
+        });
+        let moving = if bucket > size as f64 {
+            group.time(kind, bucket as u64).0 * (size as f64 / bucket)
+        } else {
+            group.time(kind, size).0
+        };
+        let part = |s: &ShardingSpec| s.local_shape(lens, &self.mesh);
+        let (before, after) = (part(spec), part(after));
+        let pieces = step.pieces(group.n_members() as u32, &before, &after);
+        let copied = pieces
+            .iter()
+            .zip([&before, &after])
+            .filter_map(|(p, part)| {
+                let bytes = elements(&p.as_ref()?.shape(part)).saturating_mul(dtype.bytes());
+                Some(compute::copy_time(cluster, bytes).0)
+            });
+        moving + group.conversions(cluster, kind, dtype, size).0 + copied.sum::<f64>()
     }
 }
 

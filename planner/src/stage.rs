@@ -7,6 +7,7 @@
 use crate::groups::Setting;
 use crate::layer_model::{LayerCost, PricedLayer, WeightedLayer, Weights};
 use crate::layers::Layers;
+use rayon::prelude::*;
 use std::collections::BTreeMap;
 
 /// The best costs of a layer kind between every pair of boundary layouts, in quanta, and which of
@@ -168,17 +169,25 @@ impl<'m> PricedMesh<'m> {
         weights: Weights,
     ) -> Self {
         let n_kinds = variants.first().map_or(0, Vec::len);
-        let ways_of = |kind: usize| -> Vec<Way<'m>> {
-            let known = variants.iter().enumerate();
-            let known = known.filter_map(|(variant, kinds)| Some((variant, kinds[kind]?)));
-            let ways = known.map(|(variant, layer)| Way {
+        // In parallel: a few of them take nearly all of the time.
+        let known = (0..n_kinds).flat_map(|kind| {
+            let of_kind = variants.iter().enumerate();
+            of_kind.filter_map(move |(variant, kinds)| Some((kind, variant, kinds[kind]?)))
+        });
+        let known: Vec<(usize, usize, &WeightedLayer<'m>)> = known.collect();
+        let priced = known.into_par_iter().map(|(kind, variant, layer)| {
+            let priced = layer.price(weights);
+            let way = Way {
                 variant,
                 layer,
-                priced: layer.price(weights),
-            });
-            ways.collect()
-        };
-        let ways: Vec<Vec<Way<'m>>> = (0..n_kinds).map(ways_of).collect();
+                priced,
+            };
+            (kind, way)
+        });
+        let mut ways: Vec<Vec<Way<'m>>> = (0..n_kinds).map(|_| Vec::new()).collect();
+        for (kind, way) in priced.collect::<Vec<_>>() {
+            ways[kind].push(way);
+        }
         PricedMesh {
             matrices: ways.iter().map(|ways| least_of(ways)).collect(),
             ways,

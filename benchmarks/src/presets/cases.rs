@@ -4,13 +4,15 @@
 //! Ethernet, from sequences of 1,024 tokens to a million, and from models that fit many times over
 //! to those that barely do.
 
+use std::borrow::Cow;
+
 /// A training to plan.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Case {
     /// The folder in `models/`.
-    pub model: &'static str,
+    pub model: Cow<'static, str>,
     /// A preset of `clusters/`, or a composition of devices and links.
-    pub cluster: &'static str,
+    pub cluster: Cow<'static, str>,
     /// Hosts of it.
     pub hosts: u32,
     /// Samples of a step.
@@ -27,6 +29,28 @@ impl Case {
             self.model, self.cluster, self.hosts, self.global_batch, self.sequence
         )
     }
+
+    /// The case of such a name: `llama-2-7b dgx-a100-40gb:4 b128 s4096`.
+    pub fn named(name: &str) -> Result<Case, String> {
+        let parse = || {
+            let mut words = name.split_whitespace();
+            let model = words.next()?;
+            let (cluster, hosts) = words.next()?.rsplit_once(':')?;
+            let global_batch = words.next()?.strip_prefix('b')?.parse().ok()?;
+            let sequence = words.next()?.strip_prefix('s')?.parse().ok()?;
+            words.next().is_none().then_some(Case {
+                model: model.to_owned().into(),
+                cluster: cluster.to_owned().into(),
+                hosts: hosts.parse().ok()?,
+                global_batch,
+                sequence,
+            })
+        };
+        parse().ok_or_else(|| {
+            let form = "llama-2-7b dgx-a100-40gb:4 b128 s4096";
+            format!("`{name}` is no case; write it like `{form}`")
+        })
+    }
 }
 
 /// One row of [`CASES`].
@@ -38,8 +62,8 @@ const fn case(
     sequence: u64,
 ) -> Case {
     Case {
-        model,
-        cluster,
+        model: Cow::Borrowed(model),
+        cluster: Cow::Borrowed(cluster),
         hosts,
         global_batch,
         sequence,

@@ -1,7 +1,7 @@
 //! The free plan against the best point of all presets of pins, case by case.
 //!
-//! `cargo run --release -p benchmarks --bin presets -- [--case TEXT].. [--seconds N]
-//! [--limit-points N] [--preset NAME].. [--json FILE] [--known FILE] [--list]`
+//! `cargo run --release -p benchmarks --bin presets -- [--case TEXT].. [--other CASE]..
+//! [--seconds N] [--limit-points N] [--preset NAME].. [--json FILE] [--known FILE] [--list]`
 //!
 //! Prints a Markdown table, a row as soon as its case is done. A ratio above 1 is a case in which
 //! somebody who knows the preset has a faster plan, by the simulator, than the search finds. With
@@ -12,7 +12,7 @@ mod cases;
 mod measure;
 mod report;
 
-use cases::CASES;
+use cases::{CASES, Case};
 use clap::Parser;
 use measure::{Budget, Measured};
 use planner::Recipe;
@@ -31,6 +31,10 @@ struct Args {
     /// Take the cases whose name has this text; may be repeated.
     #[arg(long, value_name = "TEXT")]
     case: Vec<String>,
+    /// Take a case of your own instead, as `llama-2-7b dgx-a100-40gb:4 b128 s4096`; may be
+    /// repeated.
+    #[arg(long, value_name = "CASE", conflicts_with = "case")]
+    other: Vec<String>,
     /// Begin no more points of a case after so many seconds.
     #[arg(long)]
     seconds: Option<u64>,
@@ -63,7 +67,16 @@ fn main() {
 
 fn run(args: &Args) -> Result<(), String> {
     let is_asked = |name: &str| args.case.is_empty() || args.case.iter().any(|c| name.contains(c));
-    let asked = CASES.iter().filter(|c| is_asked(&c.name()));
+    let asked: Vec<Case> = match args.other.is_empty() {
+        true => {
+            let all = CASES.iter().filter(|c| is_asked(&c.name()));
+            all.cloned().collect()
+        }
+        false => {
+            let named = args.other.iter().map(|name| Case::named(name));
+            named.collect::<Result<_, _>>()?
+        }
+    };
     if args.list {
         for case in asked {
             println!("{}", case.name());
@@ -85,7 +98,7 @@ fn run(args: &Args) -> Result<(), String> {
     };
     let mut done: Vec<Measured> = Vec::new();
     println!("{}", report::HEADER);
-    for case in asked {
+    for case in &asked {
         let points = known.as_ref().map(|k| report::best_points(k, &case.name()));
         let points = points.transpose()?;
         let measured = measure::measure(case, &args.models, &recipes, points, &budget)?;

@@ -178,7 +178,7 @@ fn points_of(inputs: &Inputs, recipes: &[Recipe]) -> Result<Vec<Point>, String> 
 
 /// The model is trained in bf16, or in f16 where the devices have no rate for that.
 fn inputs(case: &Case, models: &Path) -> Result<Inputs, String> {
-    let cluster = presets::find(case.cluster).map_err(|e| e.to_string())?;
+    let cluster = presets::find(&case.cluster).map_err(|e| e.to_string())?;
     let cluster = cluster.ok_or_else(|| format!("there is no cluster `{}`", case.cluster))?;
     let cluster = presets::with_hosts(cluster, case.hosts)?;
     let precision = match cluster.device.peak_flops_per_s.contains_key(&DType::Bf16) {
@@ -204,7 +204,7 @@ fn inputs(case: &Case, models: &Path) -> Result<Inputs, String> {
 
 /// The model's configuration with at least as many positions as the sequence has tokens.
 fn config(case: &Case, models: &Path) -> Result<ModelConfig, String> {
-    let path = models.join(case.model).join("config.json");
+    let path = models.join(&*case.model).join("config.json");
     let shown = path.display().to_string();
     let err = |e: &dyn std::fmt::Display| format!("{shown}: {e}");
     let text = std::fs::read(&path).map_err(|e| err(&e))?;
@@ -257,6 +257,10 @@ mod tests {
     #[test]
     fn every_case_has_a_model_a_cluster_and_points() {
         let names: BTreeSet<String> = CASES.iter().map(Case::name).collect();
+        for case in CASES {
+            assert_eq!(Case::named(&case.name()).as_ref(), Ok(case));
+        }
+        assert!(Case::named("llama-2-7b dgx-a100-40gb b128 s4096").is_err());
         assert!(names.len() == CASES.len() && CASES.len() >= 40);
         for case in CASES {
             let inputs = inputs(case, &models()).unwrap();
@@ -275,8 +279,8 @@ mod tests {
     #[test]
     fn a_case_is_measured_and_known_again() {
         let case = Case {
-            model: "tiny-gpt2",
-            cluster: "h100-sxm*2+nvlink4+infiniband-ndr*2",
+            model: "tiny-gpt2".into(),
+            cluster: "h100-sxm*2+nvlink4+infiniband-ndr*2".into(),
             hosts: 1,
             global_batch: 8,
             sequence: 128,
