@@ -149,6 +149,11 @@ impl<'r> Dual<'r> {
         })
     }
 
+    /// Whether sums of all costs stay in the range of messages.
+    pub fn is_in_range(&self) -> bool {
+        largest_sum(self.reduced) < MOST
+    }
+
     /// Passes over the nodes in order and back. Then messages towards lower indices are up to date.
     pub fn pass_messages(&mut self) {
         let n = self.links.len();
@@ -436,15 +441,20 @@ impl<'r> Dual<'r> {
 
 /// Returns the number of bits by which costs can be shifted without leaving the safe range.
 fn extra_bits(reduced: &Reduced) -> u32 {
-    let largest =
-        |cells: &[Cost]| u128::from(cells.iter().filter_map(|c| c.value()).max().unwrap_or(0));
-    let nodes: u128 = reduced.nodes.iter().map(|n| largest(&n.costs)).sum();
-    let edges: u128 = reduced.edges.iter().map(|e| largest(e.table.cells())).sum();
-    let total = (nodes + edges).max(1);
+    let total = largest_sum(reduced).max(1);
     (0..=16)
         .rev()
         .find(|bits| total << bits < MOST)
         .unwrap_or(0)
+}
+
+/// Returns the largest cost of every node and edge together.
+fn largest_sum(reduced: &Reduced) -> u128 {
+    let largest =
+        |cells: &[Cost]| u128::from(cells.iter().filter_map(|c| c.value()).max().unwrap_or(0));
+    let nodes: u128 = reduced.nodes.iter().map(|n| largest(&n.costs)).sum();
+    let edges: u128 = reduced.edges.iter().map(|e| largest(e.table.cells())).sum();
+    nodes + edges
 }
 
 /// Computes `to[j] = min_i (table[i, j] - from[i])`.

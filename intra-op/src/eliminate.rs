@@ -16,6 +16,7 @@
 
 mod classes;
 mod kernel;
+mod near;
 mod order;
 
 use std::borrow::Cow;
@@ -28,6 +29,7 @@ use thiserror::Error;
 use super::problem::{Cost, Edge, Table};
 use classes::Classes;
 use kernel::{Cell, INFINITE};
+use near::Near;
 use order::Order;
 
 /// Eliminations with more sums than this look for strategies with equal rows; with fewer, the
@@ -53,7 +55,10 @@ pub struct Eliminator {
     /// The factors over kept nodes alone.
     rest: Vec<Factor>,
     tables: Tables,
-    cells: u64,
+    order: Order,
+    edges: Vec<Edge>,
+    /// Whether no two edges join the same nodes, and none a node with itself.
+    is_simple: bool,
 }
 
 /// The tables of edges.
@@ -122,10 +127,13 @@ enum Messages {
 /// The result of elimination for one set of node costs.
 #[derive(Clone, Debug)]
 pub struct Eliminated<'a> {
-    eliminator: &'a Eliminator,
+    /// That of the strategies that were looked at.
+    eliminator: Cow<'a, Eliminator>,
     costs: Vec<Vec<u64>>,
     messages: Messages,
     table: Vec<Cost>,
+    /// Where not all were.
+    near: Option<Near>,
 }
 
 impl Eliminator {
@@ -166,7 +174,9 @@ impl Eliminator {
         order: &Order,
         worth_classes: u64,
     ) -> Eliminator {
-        let cells = order.cells;
+        let pairs = edges.iter().map(|e| (e.a.min(e.b), e.a.max(e.b)));
+        let distinct: BTreeSet<(u32, u32)> = pairs.filter(|(a, b)| a != b).collect();
+        let whole = order;
         let order = &order.eliminations;
         // The step at which each node is eliminated; kept nodes come after all others, the first
         // kept one last, so that it is outermost in the final table.
@@ -183,7 +193,9 @@ impl Eliminator {
             buckets: Vec::with_capacity(order.len()),
             rest: Vec::new(),
             tables: Tables::default(),
-            cells,
+            order: whole.clone(),
+            edges: edges.to_vec(),
+            is_simple: distinct.len() == edges.len() && edges.iter().all(|e| e.a < e.b),
         };
         // Factors wait at the step that eliminates their first node.
         let mut waiting: BTreeMap<usize, Vec<Waiting>> = BTreeMap::new();
@@ -359,7 +371,7 @@ impl Eliminator {
 
     /// The cells of all messages together if all strategies were told apart.
     pub fn cells(&self) -> u64 {
-        self.cells
+        self.order.cells
     }
 
     /// The cells of all messages together.
@@ -396,13 +408,25 @@ impl Eliminator {
             ),
         };
         let mut found = Eliminated {
-            eliminator: self,
+            eliminator: Cow::Borrowed(self),
             costs,
             messages,
             table: Vec::new(),
+            near: None,
         };
         found.table = found.final_table();
         found
+    }
+
+    /// The result where no choice was looked at.
+    fn nothing(&self, costs: &[Vec<Cost>]) -> Eliminated<'_> {
+        Eliminated {
+            eliminator: Cow::Borrowed(self),
+            costs: costs.iter().map(|_| Vec::new()).collect(),
+            messages: Messages::Integers(Vec::new()),
+            table: Vec::new(),
+            near: None,
+        }
     }
 
     /// Computes the messages of all buckets; `None` where sums may be too large to be exact.
@@ -591,6 +615,12 @@ impl Eliminated<'_> {
         &self.table
     }
 
+    /// Returns the cost from which on the table's entries are no more than bounds, and decoded
+    /// choices arbitrary; `None` where all are exact.
+    pub fn exact_below(&self) -> Option<u64> {
+        self.near.as_ref().map(|near| near.from)
+    }
+
     /// Returns the least cost with these strategies at the kept nodes.
     ///
     /// # Panics
@@ -617,7 +647,18 @@ impl Eliminated<'_> {
     /// Returns a best choice of all nodes, given strategies of the kept ones. Where
     /// [`cost`](Self::cost) is forbidden the choice is arbitrary.
     pub fn decode(&self, kept: &[u32]) -> Vec<u32> {
-        let e = self.eliminator;
+        match &self.near {
+            None => self.decode_all(kept),
+            Some(near) => match near.numbers(&self.eliminator.keep, kept) {
+                Some(numbers) => near.strategies(&self.decode_all(&numbers)),
+                None => vec![0; self.eliminator.sizes.len()],
+            },
+        }
+    }
+
+    /// The same by the numbers of the strategies that were looked at.
+    fn decode_all(&self, kept: &[u32]) -> Vec<u32> {
+        let e = &*self.eliminator;
         let mut choice = vec![0u32; e.sizes.len()];
         for (&v, &s) in e.keep.iter().zip(kept) {
             choice[v as usize] = s;
@@ -649,7 +690,7 @@ impl Eliminated<'_> {
     }
 
     fn final_table(&self) -> Vec<Cost> {
-        let e = self.eliminator;
+        let e = &*self.eliminator;
         let sizes: Vec<usize> = e.keep.iter().map(|v| e.sizes[*v as usize]).collect();
         // Messages over no nodes come from components without kept nodes.
         let mut constant: u64 = 0;

@@ -124,6 +124,8 @@ struct Use {
 pub(crate) struct PricedLayer<'m> {
     /// `[entry][exit]`, quanta; a side without boundary has one row or column.
     pub matrix: Vec<Vec<Option<u64>>>,
+    /// From this cost on the matrix is a bound; `None` where all of it is exact.
+    pub exact_below: Option<u64>,
     node_costs: Vec<Vec<Cost>>,
     /// The elimination that it was read off, unless that is large.
     found: Option<Eliminated<'m>>,
@@ -463,14 +465,18 @@ impl LayerModel {
 }
 
 impl WeightedLayer<'_> {
-    /// The matrix under some weights; the weights of time must be those of `weighted`.
-    pub(crate) fn price(&self, weights: Weights) -> PricedLayer<'_> {
+    /// The matrix under some weights; the weights of time must be those of `weighted`. With a slack,
+    /// it need only be exact up to so much above the least, relatively ([`Eliminator::run_near`]).
+    pub(crate) fn price(&self, weights: Weights, slack: Option<f64>) -> PricedLayer<'_> {
         let groups = &self.model.groups;
         let node_costs: Vec<Vec<Cost>> = groups
             .iter()
             .map(|g| g.choices.iter().map(|c| weights.cost(c)).collect())
             .collect();
-        let found = self.eliminator.run(&node_costs);
+        let found = match slack {
+            Some(slack) => self.eliminator.run_near(&node_costs, slack),
+            None => self.eliminator.run(&node_costs),
+        };
         let (rows, cols) = (self.model.n_entry(), self.model.n_exit());
         let table = found.table();
         let matrix = (0..rows)
@@ -480,9 +486,11 @@ impl WeightedLayer<'_> {
                     .collect()
             })
             .collect();
-        let is_small = self.eliminator.kept_cells() <= KEPT_CELLS;
+        let exact_below = found.exact_below();
+        let is_small = exact_below.is_some() || self.eliminator.kept_cells() <= KEPT_CELLS;
         PricedLayer {
             matrix,
+            exact_below,
             found: is_small.then_some(found),
             node_costs,
         }

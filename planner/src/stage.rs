@@ -3,22 +3,44 @@
 //! A stage's cost depends on the sequence of its layers' kinds only, so equal sequences are
 //! computed once however many ranges of layers they describe: for a stack of equal layers the
 //! products are the powers of one matrix.
+//!
+//! Large layers are priced only for what costs little more than the least ([`SLACKS`]); the other
+//! cells of their matrices are bounds. Where the best path of a sequence has such a cell, its layer
+//! is priced further. So the best paths, and what they cost, are those of exact matrices.
 
 use crate::groups::Setting;
 use crate::layer_model::{LayerCost, PricedLayer, WeightedLayer, Weights};
 use crate::layers::Layers;
 use rayon::prelude::*;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
-/// The best costs of a layer kind between every pair of boundary layouts, in quanta, and which of
-/// its ways costs that.
-type Matrix = Vec<Vec<Option<(u64, usize)>>>;
+/// How much more than the least the choices of a layer cost that are looked at first and next,
+/// relatively; all are looked at last. Layers of one stack mostly keep to the layouts at which they
+/// cost least, others to what is a tenth above.
+const SLACKS: [f64; 2] = [0.03, 0.15];
+
+/// The best cost of a layer kind between two boundary layouts.
+#[derive(Clone, Copy)]
+struct Cell {
+    /// Quanta.
+    cost: u64,
+    /// Which of its ways costs that.
+    way: usize,
+    /// Whether it does, rather than no less.
+    is_exact: bool,
+}
+
+/// Those between every pair of boundary layouts.
+type Matrix = Vec<Vec<Option<Cell>>>;
 
 /// One mesh with its layer models, priced under some weights.
 pub(crate) struct PricedMesh<'m> {
     /// Per kind, its ways: a layer may keep or recompute its activations.
     ways: Vec<Vec<Way<'m>>>,
     matrices: Vec<Matrix>,
+    weights: Weights,
+    /// Per kind, how many of the [`SLACKS`] were too small.
+    n_widened: Vec<usize>,
     /// Cost of a layer kind between two boundary layouts, once asked for.
     costs: BTreeMap<(usize, usize, usize), LayerCost>,
 }
@@ -145,14 +167,27 @@ impl Sequences {
 struct Product {
     kind: usize,
     parent: Option<usize>,
-    /// By exit: cost, and the layout before the last layer.
-    cells: Vec<Option<(u64, usize)>>,
+    /// By exit: cost, the layout before the last layer, and whether the cost is exact.
+    cells: Vec<Option<(u64, usize, bool)>>,
 }
 
 impl Product {
+    /// The layout to which it costs least, the first of several, and the cost.
+    fn best(&self) -> Option<(usize, u64)> {
+        let cells = self.cells.iter().enumerate();
+        let costs = cells.filter_map(|(exit, cell)| cell.map(|(cost, ..)| (cost, exit)));
+        costs.min().map(|(cost, exit)| (exit, cost))
+    }
+
     /// The least cost to any layout.
     fn least(&self) -> Option<u64> {
-        self.cells.iter().flatten().map(|c| c.0).min()
+        self.best().map(|(_, cost)| cost)
+    }
+
+    /// Whether that is exact.
+    fn is_exact(&self) -> bool {
+        let best = self.best().and_then(|(exit, _)| self.cells[exit]);
+        best.is_none_or(|(.., is_exact)| is_exact)
     }
 }
 
@@ -176,7 +211,7 @@ impl<'m> PricedMesh<'m> {
         });
         let known: Vec<(usize, usize, &WeightedLayer<'m>)> = known.collect();
         let priced = known.into_par_iter().map(|(kind, variant, layer)| {
-            let priced = layer.price(weights);
+            let priced = layer.price(weights, SLACKS.first().copied());
             let way = Way {
                 variant,
                 layer,
@@ -190,6 +225,8 @@ impl<'m> PricedMesh<'m> {
         }
         PricedMesh {
             matrices: ways.iter().map(|ways| least_of(ways)).collect(),
+            weights,
+            n_widened: vec![0; n_kinds],
             ways,
             costs: BTreeMap::new(),
         }
@@ -202,54 +239,84 @@ impl<'m> PricedMesh<'m> {
         settings: &[Setting<'_>],
         sequences: &Sequences,
     ) -> Vec<Option<StagePath>> {
-        let products = self.products(sequences);
+        let products = self.products(&sequences.steps);
         (0..products.len())
             .map(|p| self.best_path(settings, &products, p))
             .collect()
     }
 
     /// The objectives of all sequences, quanta.
-    pub(crate) fn objectives(&self, sequences: &Sequences) -> Vec<Option<u64>> {
-        self.products(sequences)
+    pub(crate) fn objectives(&mut self, sequences: &Sequences) -> Vec<Option<u64>> {
+        self.products(&sequences.steps)
             .iter()
             .map(Product::least)
             .collect()
     }
 
-    fn products(&self, sequences: &Sequences) -> Vec<Product> {
-        let mut products: Vec<Product> = Vec::with_capacity(sequences.len());
-        for &(parent, kind) in &sequences.steps {
-            let product = self.extend(&products, parent, kind);
-            products.push(product);
-        }
-        products
-    }
-
     /// The best path of one sequence of kinds.
     pub(crate) fn path(&mut self, settings: &[Setting<'_>], kinds: &[usize]) -> Option<StagePath> {
-        let products = self.chain(kinds);
+        let products = self.products(&chain(kinds));
         self.best_path(settings, &products, products.len().checked_sub(1)?)
     }
 
     /// The objective of that path, quanta.
-    pub(crate) fn objective(&self, kinds: &[usize]) -> Option<u64> {
-        self.chain(kinds).last()?.least()
+    pub(crate) fn objective(&mut self, kinds: &[usize]) -> Option<u64> {
+        self.products(&chain(kinds)).last()?.least()
     }
 
-    fn chain(&self, kinds: &[usize]) -> Vec<Product> {
-        let mut products: Vec<Product> = Vec::with_capacity(kinds.len());
-        for (i, &kind) in kinds.iter().enumerate() {
-            let product = self.extend(&products, i.checked_sub(1), kind);
-            products.push(product);
+    /// Products of the sequences with these steps, whose best paths are exact.
+    fn products(&mut self, steps: &[(Option<usize>, usize)]) -> Vec<Product> {
+        loop {
+            let mut products: Vec<Product> = Vec::with_capacity(steps.len());
+            for &(parent, kind) in steps {
+                let product = self.extend(&products, parent, kind);
+                products.push(product);
+            }
+            let unsure = (0..products.len()).filter(|&p| !products[p].is_exact());
+            let kinds: BTreeSet<usize> = unsure.flat_map(|p| self.unsure(&products, p)).collect();
+            if kinds.is_empty() {
+                return products;
+            }
+            kinds.into_iter().for_each(|kind| self.widen(kind));
         }
-        products
     }
 
-    /// The best choices for one layer between two boundary layouts; `None` where nothing is
-    /// possible.
+    /// The kinds of the layers of a sequence's best path whose costs are not exact.
+    fn unsure(&self, products: &[Product], last: usize) -> BTreeSet<usize> {
+        let mut kinds = BTreeSet::new();
+        let mut at = products[last].best().map(|(exit, _)| (last, exit));
+        while let Some((p, exit)) = at {
+            let product = &products[p];
+            let Some((_, entry, _)) = product.cells[exit] else {
+                break;
+            };
+            let cell = self.matrices[product.kind][entry][exit];
+            if cell.is_some_and(|cell| !cell.is_exact) {
+                kinds.insert(product.kind);
+            }
+            at = product.parent.map(|parent| (parent, entry));
+        }
+        kinds
+    }
+
+    /// Prices a kind for choices that cost more, or all.
+    fn widen(&mut self, kind: usize) {
+        self.n_widened[kind] += 1;
+        let slack = SLACKS.get(self.n_widened[kind]).copied();
+        let weights = self.weights;
+        self.ways[kind].par_iter_mut().for_each(|way| {
+            if way.priced.exact_below.is_some() {
+                way.priced = way.layer.price(weights, slack);
+            }
+        });
+        self.matrices[kind] = least_of(&self.ways[kind]);
+    }
+
+    /// The best choices for one layer between two boundary layouts of a best path; `None` where
+    /// nothing is possible.
     pub(crate) fn decode(&self, kind: usize, entry: usize, exit: usize) -> Option<LayerChoice> {
-        let (_, way) = self.matrices[kind][entry][exit]?;
-        let way = &self.ways[kind][way];
+        let cell = self.matrices[kind][entry][exit].filter(|cell| cell.is_exact)?;
+        let way = &self.ways[kind][cell.way];
         Some(LayerChoice {
             variant: way.variant,
             groups: way.layer.decode(&way.priced, entry, exit),
@@ -259,18 +326,19 @@ impl<'m> PricedMesh<'m> {
     fn extend(&self, products: &[Product], parent: Option<usize>, kind: usize) -> Product {
         let matrix = &self.matrices[kind];
         let n_exit = matrix.first().map_or(0, Vec::len);
-        let mut cells: Vec<Option<(u64, usize)>> = vec![None; n_exit];
+        let mut cells: Vec<Option<(u64, usize, bool)>> = vec![None; n_exit];
         for (before, row) in matrix.iter().enumerate() {
             let sum = match parent {
-                None => Some(0),
-                Some(p) => products[p].cells[before].map(|c| c.0),
+                None => Some((0, true)),
+                Some(p) => products[p].cells[before].map(|(cost, _, is_exact)| (cost, is_exact)),
             };
-            let Some(sum) = sum else { continue };
-            for (cell, cost) in cells.iter_mut().zip(row) {
-                let Some((cost, _)) = cost else { continue };
+            let Some((sum, is_exact)) = sum else { continue };
+            for (cell, last) in cells.iter_mut().zip(row) {
+                let Some(last) = last else { continue };
+                let cost = sum + last.cost;
                 // The earlier layout of equal ones.
-                if cell.is_none_or(|(least, _)| sum + cost < least) {
-                    *cell = Some((sum + cost, before));
+                if cell.is_none_or(|(least, ..)| cost < least) {
+                    *cell = Some((cost, before, is_exact && last.is_exact));
                 }
             }
         }
@@ -287,8 +355,7 @@ impl<'m> PricedMesh<'m> {
         products: &[Product],
         last: usize,
     ) -> Option<StagePath> {
-        let cells = products[last].cells.iter().enumerate();
-        let (_objective, exit) = cells.filter_map(|(j, c)| c.map(|c| (c.0, j))).min()?;
+        let (exit, _objective) = products[last].best()?;
         let mut boundaries = vec![exit];
         let mut kinds = Vec::new();
         let mut at = Some(last);
@@ -324,8 +391,8 @@ impl<'m> PricedMesh<'m> {
         if let Some(&known) = self.costs.get(&(kind, entry, exit)) {
             return Some(known);
         }
-        let (_, way) = self.matrices[kind][entry][exit]?;
-        let way = &self.ways[kind][way];
+        let cell = self.matrices[kind][entry][exit]?;
+        let way = &self.ways[kind][cell.way];
         let choice = way.layer.decode(&way.priced, entry, exit);
         let cost = way.layer.model.evaluate(&settings[way.variant], &choice);
         self.costs.insert((kind, entry, exit), cost);
@@ -333,22 +400,36 @@ impl<'m> PricedMesh<'m> {
     }
 }
 
+/// The steps of one sequence of kinds.
+fn chain(kinds: &[usize]) -> Vec<(Option<usize>, usize)> {
+    let steps = kinds.iter().enumerate();
+    steps.map(|(i, &kind)| (i.checked_sub(1), kind)).collect()
+}
+
 /// The least of the ways of a layer kind between every pair of layouts; of equal ones the first.
 fn least_of(ways: &[Way<'_>]) -> Matrix {
+    let cell = |way: usize, cost: &Option<u64>| {
+        let exact_below = ways[way].priced.exact_below;
+        cost.map(|cost| Cell {
+            cost,
+            way,
+            is_exact: exact_below.is_none_or(|below| cost < below),
+        })
+    };
     let Some((first, others)) = ways.split_first() else {
         return Matrix::new();
     };
     let rows = first.priced.matrix.iter();
     let mut least: Matrix = rows
-        .map(|row| row.iter().map(|c| c.map(|c| (c, 0))).collect())
+        .map(|row| row.iter().map(|cost| cell(0, cost)).collect())
         .collect();
     for (i, way) in others.iter().enumerate() {
         let new = way.priced.matrix.iter().flatten();
-        for (cell, new) in least.iter_mut().flatten().zip(new) {
-            if let Some(new) = *new
-                && cell.is_none_or(|(old, _)| new < old)
+        for (known, new) in least.iter_mut().flatten().zip(new) {
+            if let Some(new) = cell(i + 1, new)
+                && known.is_none_or(|known| new.cost < known.cost)
             {
-                *cell = Some((new, i + 1));
+                *known = Some(new);
             }
         }
     }

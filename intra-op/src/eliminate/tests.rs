@@ -115,3 +115,58 @@ fn sums_beyond_all_integers_are_forbidden() {
     let eliminator = Eliminator::new(&[2; 17], &edges, &[], u64::MAX).unwrap();
     assert_eq!(eliminator.run(&costs).table(), [Cost::FORBIDDEN]);
 }
+
+/// Up to its limit the table of what is near is that of all choices, with the same choices behind
+/// it, and beyond it a bound.
+#[test]
+fn what_is_near_is_exact_and_the_rest_a_bound() {
+    let mut rng = Random(3);
+    let (mut n_exact, mut n_bounds, mut n_nothing) = (0, 0, 0);
+    for round in 0..400 {
+        let largest = [9, 1000, 1 << 40][round % 3];
+        let (costs, edges) = random(&mut rng, largest);
+        let sizes: Vec<usize> = costs.iter().map(Vec::len).collect();
+        let eliminator = Eliminator::new(&sizes, &edges, &[1, 0], u64::MAX).unwrap();
+        let all = eliminator.run(&costs);
+        assert_eq!(all.exact_below(), None);
+        for slack in [0.0, 0.1, 2.0] {
+            let near = eliminator.narrowed(&costs, slack).unwrap();
+            let below = near.exact_below().unwrap();
+            let mut known = 0;
+            for i in 0..sizes[1] as u32 {
+                for j in 0..sizes[0] as u32 {
+                    let (found, least) = (near.cost(&[i, j]), all.cost(&[i, j]));
+                    let is_exact = found.value().is_some_and(|cost| cost < below);
+                    match is_exact {
+                        true => {
+                            assert_eq!(found, least);
+                            assert_eq!(near.decode(&[i, j]), all.decode(&[i, j]));
+                            known += 1;
+                        }
+                        false => assert!(
+                            found <= least && least.value() >= Some(below) || least.is_forbidden()
+                        ),
+                    }
+                }
+            }
+            n_exact += known;
+            n_bounds += sizes[0] * sizes[1] - known;
+            n_nothing += usize::from(known == 0);
+        }
+    }
+    assert!(n_exact > 4000 && n_bounds > 4000, "{n_exact} {n_bounds}");
+    assert!(n_nothing < 800, "{n_nothing}");
+}
+
+/// Pairs that messages cannot take, and small eliminations, are left to the plain elimination.
+#[test]
+fn where_messages_do_not_reach_all_is_looked_at() {
+    let (costs, edges) = pair(1, 2);
+    let twice = [edges.clone(), edges.clone()].concat();
+    let eliminator = |edges: &[Edge]| Eliminator::new(&[1, 1], edges, &[0], u64::MAX).unwrap();
+    assert!(eliminator(&edges).narrowed(&costs, 0.1).is_some());
+    assert!(eliminator(&twice).narrowed(&costs, 0.1).is_none());
+    assert_eq!(eliminator(&edges).run_near(&costs, 0.1).exact_below(), None);
+    let (large, _) = pair(1 << 60, 2);
+    assert!(eliminator(&edges).narrowed(&large, 0.1).is_none());
+}

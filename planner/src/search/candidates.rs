@@ -353,7 +353,7 @@ impl<'a> Search<'a> {
                     saved_price: price * n as f64,
                     ..rest.base
                 };
-                let priced = PricedMesh::of_variants(&refs, weights);
+                let mut priced = PricedMesh::of_variants(&refs, weights);
                 let objectives = priced.objectives(&self.sequences);
                 bounds.push(self.priced_bound(price, n, &objectives));
             }
