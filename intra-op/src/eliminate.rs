@@ -626,11 +626,11 @@ impl Eliminated<'_> {
     /// # Panics
     /// If `kept` does not have one valid strategy per kept node.
     pub fn cost(&self, kept: &[u32]) -> Cost {
-        let sizes = self
-            .eliminator
-            .keep
-            .iter()
-            .map(|v| self.eliminator.sizes[*v as usize]);
+        let of_all = |v: &u32| self.eliminator.sizes[*v as usize];
+        let sizes: Vec<usize> = match &self.near {
+            Some(near) => near.sizes.clone(),
+            None => self.eliminator.keep.iter().map(of_all).collect(),
+        };
         let mut cell = 0;
         assert_eq!(
             kept.len(),

@@ -9,7 +9,7 @@
 use crate::groups::{Choice, Group, Phases, Setting, make_groups, staged};
 use crate::layers::Layers;
 use crate::pins::{ZeroLevels, whole};
-use crate::prices::Prices;
+use crate::prices::{Prices, Tensor};
 use dominance::{drop_among_equal_faces, drop_by_links};
 use intra_op::eliminate::{Eliminated, Eliminator, TooWide};
 use intra_op::problem::{Cost, Edge, Table};
@@ -662,6 +662,7 @@ struct Changes<'u> {
     from: Vec<usize>,
     /// By face of the consumer's group: the spec that it wants.
     to: Vec<usize>,
+    tensor: Tensor,
     /// By both specs, the price ([`price_use`]).
     known: FxHashMap<(usize, usize), (Option<f64>, ZeroLevels)>,
 }
@@ -694,28 +695,32 @@ fn moves_parameter(s: &Setting<'_>, u: &Use) -> bool {
 }
 
 /// The price of a layout change, none where there is no way or a pin of the ZeRO level allows
-/// none, and the levels that it keeps to.
+/// none, and the levels that it keeps to. `numbers` are those of the specs.
 fn price_use(
     s: &Setting<'_>,
     prices: &mut Prices<'_>,
     u: &Use,
     (from, to): (&ShardingSpec, &ShardingSpec),
+    numbers: (usize, usize),
+    tensor: &Tensor,
 ) -> (Option<f64>, ZeroLevels) {
-    let graph = &s.training.graph;
-    let op = graph.op(u.op);
-    let region = op.region;
-    let ty = graph.ty(u.value);
-    let buckets = s.buckets.of(u.value, region);
-    let lens = ty.shape.bind(s.batch);
     let levels = match is_gathered(s, u) {
         true => whole::levels(s.mesh, s.roles, from, to),
         false => ZeroLevels::ALL,
     };
     let price = match s.pins.zero.is_none_or(|level| levels.has(level)) {
-        true => prices.price(from, to, &lens, ty.dtype, buckets),
+        true => prices.price_of((from, to), numbers, tensor),
         false => None,
     };
     (price, levels)
+}
+
+/// The tensor that a use brings.
+fn tensor_of(s: &Setting<'_>, prices: &mut Prices<'_>, u: &Use) -> Tensor {
+    let graph = &s.training.graph;
+    let ty = graph.ty(u.value);
+    let buckets = s.buckets.of(u.value, graph.op(u.op).region);
+    prices.tensor(ty.shape.bind(s.batch), ty.dtype, buckets)
 }
 
 /// The distinct layout changes of some uses with their prices: a value that several ops of
@@ -731,7 +736,9 @@ fn unique_uses<'u>(
     for u in uses {
         let (from, to) = (u.made(choice(u.from)), u.wanted(choice(u.to)));
         if from != to && seen.insert((u.value, phase(s, u), to)) {
-            let (price, levels) = price_use(s, prices, u, (from, to));
+            let tensor = tensor_of(s, prices, u);
+            let numbers = (prices.number(from), prices.number(to));
+            let (price, levels) = price_use(s, prices, u, (from, to), numbers, &tensor);
             out.push((u, price, levels));
         }
     }
@@ -785,11 +792,6 @@ fn price_between(
     };
     let ((ids_a, first_a), (ids_b, first_b)) = (faces(link.a), faces(link.b));
     // Specs by number: a face has few that are distinct, and each change is priced once.
-    let mut specs: FxHashMap<&ShardingSpec, usize> = FxHashMap::default();
-    let mut number = |spec| {
-        let next = specs.len();
-        *specs.entry(spec).or_insert(next)
-    };
     let mut changes: Vec<Changes<'_>> = Vec::with_capacity(link.uses.len());
     for u in &link.uses {
         let firsts = |g: usize| match g == link.a {
@@ -799,8 +801,9 @@ fn price_between(
         let choices = |g: usize| firsts(g).iter().map(move |&c| &groups[g].choices[c]);
         changes.push(Changes {
             of: u,
-            from: choices(u.from).map(|c| number(u.made(c))).collect(),
-            to: choices(u.to).map(|c| number(u.wanted(c))).collect(),
+            from: choices(u.from).map(|c| prices.number(u.made(c))).collect(),
+            to: choices(u.to).map(|c| prices.number(u.wanted(c))).collect(),
+            tensor: tensor_of(s, prices, u),
             known: FxHashMap::default(),
         });
     }
@@ -835,10 +838,10 @@ fn price_between(
                 if from == to || before[i].iter().any(is_brought) {
                     continue;
                 }
-                let known = changes[i].known.entry((from, to));
-                let (price, levels) = *known.or_insert_with(|| {
+                let Changes { tensor, known, .. } = &mut changes[i];
+                let (price, levels) = *known.entry((from, to)).or_insert_with(|| {
                     let specs = (u.made(choice(u.from)), u.wanted(choice(u.to)));
-                    price_use(s, prices, u, specs)
+                    price_use(s, prices, u, specs, (from, to), tensor)
                 });
                 cell = cell.zip(price).map(|(mut cell, p)| {
                     cell.time.add(s.training.graph.op(u.op), p);

@@ -24,6 +24,16 @@ use std::sync::Arc;
 /// From, to and lengths (their numbers), element type, buckets.
 type Question = (usize, usize, usize, DType, Option<Region>);
 
+/// A tensor on its way: what the price of a layout change depends on beside the specs.
+#[derive(Clone, Debug)]
+pub(crate) struct Tensor {
+    lens: Vec<u64>,
+    /// The number of these lengths.
+    of_lens: usize,
+    dtype: DType,
+    buckets: Option<Region>,
+}
+
 /// Distinct things by number, so that a question about them is a few words to hash.
 struct Numbers<T>(FxHashMap<T, usize>);
 
@@ -167,10 +177,42 @@ impl<'a> Prices<'a> {
         dtype: DType,
         buckets: Option<Region>,
     ) -> Option<f64> {
-        if from == to {
+        let tensor = self.tensor(lens.to_vec(), dtype, buckets);
+        let numbers = (self.number(from), self.number(to));
+        self.price_of((from, to), numbers, &tensor)
+    }
+
+    /// A spec's number, by which the next questions about it are answered faster.
+    pub(crate) fn number(&mut self, spec: &ShardingSpec) -> usize {
+        self.specs.of(spec)
+    }
+
+    /// A tensor of these lengths, for [`price_of`](Self::price_of).
+    pub(crate) fn tensor(
+        &mut self,
+        lens: Vec<u64>,
+        dtype: DType,
+        buckets: Option<Region>,
+    ) -> Tensor {
+        Tensor {
+            of_lens: self.lens.of(&lens[..]),
+            lens,
+            dtype,
+            buckets,
+        }
+    }
+
+    /// The same as [`price`](Self::price), by the numbers of the specs.
+    pub(crate) fn price_of(
+        &mut self,
+        specs: (&ShardingSpec, &ShardingSpec),
+        numbers: (usize, usize),
+        tensor: &Tensor,
+    ) -> Option<f64> {
+        if numbers.0 == numbers.1 {
             return Some(0.0);
         }
-        let (_, (_, seconds)) = self.cheapest((from, to), lens, dtype, buckets)?;
+        let (_, seconds) = self.cheapest(specs, numbers, tensor)?;
         Some(seconds)
     }
 
@@ -183,25 +225,30 @@ impl<'a> Prices<'a> {
         dtype: DType,
         buckets: Option<Region>,
     ) -> Option<(Vec<LayoutStep>, f64)> {
-        let (specs, (path, seconds)) = self.cheapest((from, to), lens, dtype, buckets)?;
+        let tensor = self.tensor(lens.to_vec(), dtype, buckets);
+        let specs = (self.number(from), self.number(to));
+        let (path, seconds) = self.cheapest((from, to), specs, &tensor)?;
         let path = self.paths.get(&specs)?.get(path)?.iter();
         let steps = path.map(|&step| self.steps[step].step.clone());
         Some((steps.collect(), seconds))
     }
 
-    /// The numbers of two specs, with the index of the cheapest path between them and its seconds.
+    /// The index of the cheapest path between two specs, which have these numbers, and its seconds.
     fn cheapest(
         &mut self,
         (from, to): (&ShardingSpec, &ShardingSpec),
-        lens: &[u64],
-        dtype: DType,
-        buckets: Option<Region>,
-    ) -> Option<((usize, usize), (usize, f64))> {
-        let specs = (self.specs.of(from), self.specs.of(to));
-        let of_lens = self.lens.of(lens);
-        let question = (specs.0, specs.1, of_lens, dtype, buckets);
+        specs: (usize, usize),
+        tensor: &Tensor,
+    ) -> Option<(usize, f64)> {
+        let question = (
+            specs.0,
+            specs.1,
+            tensor.of_lens,
+            tensor.dtype,
+            tensor.buckets,
+        );
         if let Some(known) = self.known.get(&question) {
-            return known.map(|best| (specs, best));
+            return *known;
         }
         let paths = match self.paths.get(&specs) {
             Some(paths) => Arc::clone(paths),
@@ -215,13 +262,13 @@ impl<'a> Prices<'a> {
         };
         let mut best: Option<(usize, f64)> = None;
         for (i, path) in paths.iter().enumerate() {
-            let seconds = self.time((lens, of_lens), path, dtype, buckets);
+            let seconds = self.time(path, tensor);
             if best.is_none_or(|(_, b)| seconds < b) {
                 best = Some((i, seconds));
             }
         }
         self.known.insert(question, best);
-        best.map(|best| (specs, best))
+        best
     }
 
     /// The numbers of a path's steps; `None` where one of them cannot be taken.
@@ -264,28 +311,22 @@ impl<'a> Prices<'a> {
         dtype: DType,
         buckets: Option<Region>,
     ) -> f64 {
-        let of_lens = self.lens.of(lens);
+        let tensor = self.tensor(lens.to_vec(), dtype, buckets);
         match self.numbered(from, path) {
-            Some(path) => self.time((lens, of_lens), &path, dtype, buckets),
+            Some(path) => self.time(&path, &tensor),
             None => f64::INFINITY,
         }
     }
 
-    /// Seconds of a path of numbered steps, for lengths with their number.
-    fn time(
-        &mut self,
-        (lens, of_lens): (&[u64], usize),
-        path: &[usize],
-        dtype: DType,
-        buckets: Option<Region>,
-    ) -> f64 {
+    /// Seconds of a path of numbered steps.
+    fn time(&mut self, path: &[usize], tensor: &Tensor) -> f64 {
         let mut seconds = 0.0;
         for &step in path {
-            let question = (step, of_lens, dtype, buckets);
+            let question = (step, tensor.of_lens, tensor.dtype, tensor.buckets);
             seconds += match self.seconds.get(&question) {
                 Some(known) => *known,
                 None => {
-                    let own = self.step_time(step, lens, dtype, buckets);
+                    let own = self.step_time(step, tensor);
                     self.seconds.insert(question, own);
                     own
                 }
@@ -294,13 +335,8 @@ impl<'a> Prices<'a> {
         seconds
     }
 
-    fn step_time(
-        &mut self,
-        step: usize,
-        lens: &[u64],
-        dtype: DType,
-        buckets: Option<Region>,
-    ) -> f64 {
+    fn step_time(&mut self, step: usize, tensor: &Tensor) -> f64 {
+        let (lens, dtype, buckets) = (&tensor.lens[..], tensor.dtype, tensor.buckets);
         let Step {
             step,
             before: spec,

@@ -17,7 +17,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// How much more than the least the choices of a layer cost that are looked at first and next,
 /// relatively; all are looked at last. Layers of one stack mostly keep to the layouts at which they
 /// cost least, others to what is a tenth above.
-const SLACKS: [f64; 2] = [0.03, 0.15];
+const SLACKS: [f64; 3] = [0.01, 0.05, 0.2];
 
 /// The best cost of a layer kind between two boundary layouts.
 #[derive(Clone, Copy)]

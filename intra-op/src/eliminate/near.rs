@@ -28,6 +28,8 @@ const PASSES: usize = 10;
 pub(super) struct Near {
     /// By node, ascending.
     keep: Vec<Vec<u32>>,
+    /// By kept node, the number of all its strategies.
+    pub(super) sizes: Vec<usize>,
     /// From this cost on the table is a bound.
     pub(super) from: u64,
 }
@@ -89,12 +91,13 @@ impl Eliminator {
         let (bound, _) = dual.bound();
         let limit = bound.saturating_add((bound as f64 * slack) as u64);
         let keep = tighten(&reduced, &dual, limit).keep;
+        let sizes = self.keep.iter().map(|v| self.sizes[*v as usize]);
         let near = Near {
             keep,
+            sizes: sizes.collect(),
             from: limit.saturating_add(1),
         };
-        let kept = self.keep.iter().map(|v| self.sizes[*v as usize]);
-        let n_cells: usize = kept.product();
+        let n_cells: usize = near.sizes.iter().product();
         let mut table = vec![Cost::finite(near.from); n_cells];
         if near.keep.iter().any(Vec::is_empty) {
             return Some(Eliminated {
