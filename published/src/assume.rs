@@ -4,16 +4,19 @@
 use crate::Unmodelled;
 use crate::facts::Facts;
 use crate::row::{Row, RowError};
+use crate::{mixture, named};
 
 /// The width of a head of most published models (GPT-3 175B, Llama, and Megatron-LM's tables).
 const HEAD_DIM: u64 = 128;
 /// The type that nearly all rows of the last years train in.
 const PRECISION: &str = "bf16";
 
-/// Returns the row with `heads` and `precision` filled in where they are not stated, and what was
-/// filled in, as in `heads=64`.
+/// Returns the row with `heads`, `precision` and the widths of latent attention filled in where they
+/// are not stated, and what was filled in, as in `heads=64`; widths are those of the published model
+/// that the row names, with the place of its configuration as `shape_of`.
 ///
-/// Fails where the cells that these follow from make no sense.
+/// Fails where the cells that these follow from make no sense, and where the model states no shape
+/// and is of a family that cannot be modelled.
 pub fn completed(row: &Row, facts: &Facts) -> Result<(Row, Vec<String>), Unmodelled> {
     let (mut all, mut assumed) = (row.clone(), Vec::new());
     let mut fill = |column: &str, value: String| {
@@ -21,6 +24,11 @@ pub fn completed(row: &Row, facts: &Facts) -> Result<(Row, Vec<String>), Unmodel
         all.set(column, value);
     };
     let stated = |column: &str| row.text(column).is_some();
+    if !stated("hidden")
+        && let Some(why) = named::unsupported(row)
+    {
+        return Err(why);
+    }
     if !stated("heads") && !stated("head_dim") && stated("hidden") {
         fill("heads", heads(row)?.to_string());
     }
@@ -28,6 +36,20 @@ pub fn completed(row: &Row, facts: &Facts) -> Result<(Row, Vec<String>), Unmodel
         let (_, generation) = facts.generation(row)?;
         let own = generation.precision.as_deref();
         fill("precision", own.unwrap_or(PRECISION).to_string());
+    }
+    if mixture::experts(row)?.is_some_and(|e| e.latent)
+        && let Some(shape) = named::shape(row)
+    {
+        let empty = mixture::COLUMNS.iter().filter(|c| !stated(c));
+        let known: Vec<(&str, u64)> = empty
+            .filter_map(|column| Some((*column, shape.value(column)?)))
+            .collect();
+        for (column, value) in &known {
+            fill(column, value.to_string());
+        }
+        if !known.is_empty() {
+            assumed.push(format!("shape_of={}", shape.source));
+        }
     }
     Ok((all, assumed))
 }
@@ -82,5 +104,37 @@ mod tests {
         assert_eq!(of("Megatron-LM,12288,96,,fp8,heads 64"), "");
         let said = of("Megatron-LM,many,,,fp16,");
         assert!(said.starts_with("`hidden` is `many`"), "{said}");
+    }
+
+    #[test]
+    fn widths_of_latent_attention_are_those_of_the_model_that_is_named() {
+        let of = |cells: &str| {
+            let header = "framework,hidden,heads,precision,mlp_type,model,kv_lora_rank";
+            let table = crate::csv::parse(&format!("{header}\n{cells}\n")).unwrap();
+            let row = &crate::row::rows(&table)[0];
+            let done = completed(row, &Facts::built_in());
+            done.map_or_else(|e| e.to_string(), |(_, assumed)| assumed.join(" "))
+        };
+        let latent = "moe256top8+1shared MLA";
+        assert_eq!(
+            of(&format!(
+                "Megatron-Core,7168,128,bf16,{latent},DeepSeekV3,256"
+            )),
+            "q_lora_rank=1536 qk_nope_head_dim=128 qk_rope_head_dim=64 v_head_dim=128 \
+             dense_layers=3 dense_ffn_hidden=18432 \
+             shape_of=huggingface.co/deepseek-ai/DeepSeek-V3"
+        );
+        assert_eq!(
+            of(&format!("Megatron-Core,7168,128,bf16,{latent},mine,")),
+            ""
+        );
+        assert_eq!(of("Megatron-Core,7168,128,bf16,moe256top8,DeepSeekV3,"), "");
+        let said = of("Megatron-Core,,,bf16,,Nemotron_3_Nano,");
+        assert!(said.contains("state-space layers"), "{said}");
+        // A row that states its shape says what is to be predicted.
+        assert_eq!(
+            of("Megatron-Core,7168,128,bf16,swiglu,Nemotron_3_Nano,"),
+            ""
+        );
     }
 }

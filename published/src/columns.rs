@@ -20,7 +20,7 @@ pub const REQUIRED_COLUMNS: [&str; 12] = [
 ];
 
 /// Columns of which the plan of a row is made beside them, where it is stated.
-const OPTIONAL: [&str; 14] = [
+const OPTIONAL: [&str; 21] = [
     "precision",
     "heads",
     "kv_heads",
@@ -35,6 +35,13 @@ const OPTIONAL: [&str; 14] = [
     "sequence_parallel",
     "zero_stage",
     "recompute",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "dense_layers",
+    "dense_ffn_hidden",
 ];
 
 /// Columns that name a row, and by which facts of releases and recipes are found.
@@ -58,7 +65,7 @@ const KNOWN: [&str; 12] = [
 ];
 
 /// Other words for columns: flags of frameworks, keys of configurations, our pins.
-const SYNONYMS: [(&str, &str); 43] = [
+const SYNONYMS: [(&str, &str); 44] = [
     ("gpus", "gpus_total"),
     ("num_gpus", "gpus_total"),
     ("world_size", "gpus_total"),
@@ -102,6 +109,7 @@ const SYNONYMS: [(&str, &str); 43] = [
     ("zero_level", "zero_stage"),
     ("recomputation", "recompute"),
     ("activation_checkpointing", "recompute"),
+    ("first_k_dense_replace", "dense_layers"),
 ];
 
 /// Words that are one slip from a column and mean something else.

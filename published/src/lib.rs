@@ -7,9 +7,11 @@
 //!   others.
 //! * `facts`: what columns do not say, as data files with sources; `quantity`: those of its
 //!   figures that are fitted; `figures`: every figure that no source states, counted.
-//! * `model`, `cluster`, `precision`, `setup`: a row as the inputs of the planner.
+//! * `model`, `mixture`, `cluster`, `precision`, `setup`: a row as the inputs of the planner.
+//! * `named`: published models by name.
 //! * `software`: software by name and version, of rows and of plans.
-//! * `recipes`: what single recipes of a framework's releases do.
+//! * `recipes`: what single recipes of a framework's releases do; `layout`: the notation of their
+//!   pipelines.
 //! * `assume`: cells that have to be filled in; `choices`: what else a row leaves open.
 //! * `predict`: rows to predictions, each distinct question once, on all processors.
 //! * `terms`: the terms of the model of execution, each of which can be left out.
@@ -30,8 +32,11 @@ mod explain;
 mod facts;
 pub mod figures;
 mod free;
+mod layout;
 pub mod memory;
+mod mixture;
 mod model;
+mod named;
 mod names;
 mod network;
 mod output;

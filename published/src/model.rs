@@ -2,6 +2,7 @@
 //! come through.
 
 use crate::facts::Generation;
+use crate::mixture::{self, MLP_TYPES};
 use crate::row::{Row, RowError};
 use import::{ImportError, ModelConfig};
 use serde_json::json;
@@ -26,44 +27,9 @@ pub fn heads(row: &Row) -> Result<u64, RowError> {
     }
 }
 
-/// Experts of a row's model, and of each token: what `moe128top8` says; none of a dense model.
-///
-/// Fails where the mixture is of another kind.
-pub fn experts(row: &Row) -> Result<Option<(u64, u64)>, crate::Unmodelled> {
-    let Some(text) = row.text("mlp_type") else {
-        return Ok(None);
-    };
-    let Some(rest) = text.strip_prefix("moe") else {
-        return Ok(None);
-    };
-    for (what, name) in [
-        ("shared", "shared experts"),
-        ("MLA", "multi-head latent attention"),
-    ] {
-        if rest.contains(what) {
-            return Err(crate::Unmodelled::Feature(format!("{name} (`{text}`)")));
-        }
-    }
-    let parsed = rest.split_once("top").and_then(|(count, top_k)| {
-        let of = |digits: &str| digits.parse().ok().filter(|n| (1..=4096).contains(n));
-        Some((of(count)?, of(top_k)?))
-    });
-    match parsed.filter(|(count, top_k)| top_k <= count) {
-        Some(experts) => Ok(Some(experts)),
-        None => Err(RowError::Malformed {
-            column: "mlp_type".into(),
-            value: text.into(),
-            expected: MLP_TYPES,
-        }
-        .into()),
-    }
-}
-
-const MLP_TYPES: &str = "gelu, swiglu, or experts such as moe128top8";
-
 /// The configuration of a row's model: of the `gpt2` family where the MLP is GELU, `qwen3_moe`
-/// where it has experts, else `llama`, as the framework's generation builds it: the vocabulary padded, the output layer
-/// tied or not. Experts have places for the tokens that they get on average: benchmarks of
+/// where it has experts, `deepseek_v3` where it has latent attention as well, else `llama`, as the
+/// framework's generation builds it: the vocabulary padded, the output layer tied or not. Experts have places for the tokens that they get on average: benchmarks of
 /// such models route evenly by force.
 ///
 /// Fails where a size is not stated or the sizes contradict each other.
@@ -80,11 +46,15 @@ pub fn config(row: &Row, generation: &Generation) -> Result<ModelConfig, crate::
     let head_dim = row.count("head_dim")?.unwrap_or(hidden / heads.max(1));
     let kv_heads = row.count("kv_heads")?.unwrap_or(heads);
     let kind = row.required("mlp_type")?;
-    let experts = experts(row)?;
+    let experts = mixture::experts(row)?;
     let document = match kind {
-        _ if let Some((count, top_k)) = experts => json!({
+        _ if let Some(experts) = experts.filter(|e| e.latent) => {
+            mixture::latent_config(row, experts, vocab)?
+        }
+        _ if let Some(experts) = experts => json!({
             "model_type": "qwen3_moe", "hidden_size": hidden, "intermediate_size": inner,
-            "moe_intermediate_size": inner, "num_experts": count, "num_experts_per_tok": top_k,
+            "moe_intermediate_size": inner, "num_experts": experts.count,
+            "num_experts_per_tok": experts.top_k,
             "norm_topk_prob": true, "num_hidden_layers": layers, "num_attention_heads": heads,
             "num_key_value_heads": kv_heads, "head_dim": head_dim, "vocab_size": vocab,
             "max_position_embeddings": sequence, "tie_word_embeddings": false,
@@ -126,7 +96,10 @@ pub fn config(row: &Row, generation: &Generation) -> Result<ModelConfig, crate::
 /// without the file that the user never saw.
 fn in_columns(error: &ImportError) -> String {
     // A name that holds another one stands before it.
-    const COLUMNS: [(&str, &str); 15] = [
+    const COLUMNS: [(&str, &str); 18] = [
+        ("first_k_dense_replace", "dense_layers"),
+        ("n_routed_experts", "mlp_type"),
+        ("n_shared_experts", "mlp_type"),
         ("num_experts_per_tok", "mlp_type"),
         ("num_experts", "mlp_type"),
         ("moe_intermediate_size", "ffn_hidden"),
@@ -165,22 +138,6 @@ mod tests {
     fn heads_of(cells: &str) -> String {
         let table = crate::csv::parse(&format!("hidden,heads,head_dim\n{cells}\n")).unwrap();
         heads(&crate::row::rows(&table)[0]).map_or_else(|e| e.to_string(), |n| n.to_string())
-    }
-
-    #[test]
-    fn experts_are_read_or_refused() {
-        let of = |cell: &str| {
-            let table = crate::csv::parse(&format!("mlp_type\n{cell}\n")).unwrap();
-            experts(&crate::row::rows(&table)[0]).map_err(|e| e.to_string())
-        };
-        assert_eq!(of("moe128top8"), Ok(Some((128, 8))));
-        assert_eq!((of("swiglu"), of("?")), (Ok(None), Ok(None)));
-        assert_eq!(
-            of("moe256top8+1shared MLA").unwrap_err(),
-            "not supported: shared experts (`moe256top8+1shared MLA`)"
-        );
-        assert!(of("moe8top9").unwrap_err().contains("such as moe128top8"));
-        assert!(of("moe").is_err() && of("moe0top0").is_err());
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! `data/recipes.toml`. They are what a column would say if the table had it; no figure is
 //! fitted here.
 
+use crate::layout::{self, Layout};
 use crate::row::Row;
 use ir::DType;
 use serde::Deserialize;
@@ -35,6 +36,9 @@ struct Recipe {
     /// Ops of a layer that are recomputed where the column is empty.
     #[serde(default)]
     recompute: Vec<String>,
+    /// Layers of pipelines, in Megatron-Core's notation, each for as many stages as it has.
+    #[serde(default)]
+    layouts: Vec<String>,
     /// Its attention kernel, where that is not the generation's.
     #[serde(default)]
     attention: Option<String>,
@@ -121,6 +125,16 @@ impl Recipes {
         of.flat_map(|r| &r.recompute).map(String::as_str).collect()
     }
 
+    /// The layers of each of `stages` that the row's recipe has, of `blocks` in all; none where it
+    /// has no such layout.
+    pub fn layout(&self, row: &Row, blocks: u64, stages: u64) -> Option<Layout> {
+        let of = self.recipe.iter().filter(|r| r.is_of(row));
+        let all = of.flat_map(|r| &r.layouts).filter_map(|l| layout::parse(l));
+        let whole = |l: &Layout| l.counts.iter().sum::<u64>() == blocks + 2;
+        let mut fitting = all.filter(|l| l.counts.len() as u64 == stages && whole(l));
+        fitting.next()
+    }
+
     /// The attention kernel that the row's recipe names.
     pub fn attention(&self, row: &Row) -> Option<&str> {
         let mut of = self.recipe.iter().filter(|r| r.is_of(row));
@@ -159,6 +173,9 @@ impl Recipe {
                 "a recipe {} names no release, or an empty one",
                 of()
             ));
+        }
+        if let Some(wrong) = self.layouts.iter().find(|l| layout::parse(l).is_none()) {
+            return Err(format!("a recipe {}: `{wrong}` is no layout", of()));
         }
         let upper = |p: &&String| p.chars().any(char::is_uppercase);
         match self.precision.all().iter().find(upper) {
@@ -236,5 +253,7 @@ mod tests {
         );
         let upper = error("precision='FP8'\nsource='s'");
         assert_eq!(upper, "a recipe of any model: `FP8` has capitals");
+        let layout = error("layouts=['Et|x']\nsource='s'");
+        assert_eq!(layout, "a recipe of any model: `Et|x` is no layout");
     }
 }

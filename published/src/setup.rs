@@ -2,6 +2,7 @@
 
 use crate::choices::{self, Choice};
 use crate::facts::{Facts, Generation, Split};
+use crate::mixture::{self, Experts};
 use crate::row::{Row, RowError};
 use crate::{Unmodelled, model, precision};
 use frameworks::AttentionKernel;
@@ -32,7 +33,7 @@ pub fn pins(
     let mut assumed = choice.assumed(row)?;
     let degree = |column: &str| -> Result<u64, RowError> { Ok(row.count(column)?.unwrap_or(1)) };
     let expert = degree("ep")?;
-    let experts = model::experts(row)?;
+    let experts = mixture::experts(row)?;
     if expert > 1 && experts.is_none() {
         let why = "expert parallelism of a model whose experts are not stated";
         return Err(Unmodelled::Feature(why.into()));
@@ -107,11 +108,21 @@ pub fn pins(
     }
     if pipeline > 1 {
         let layers = row.required_count("layers")?;
-        let (pin, even) = split_pin(generation.split, layers, pipeline * chunks)?;
-        if !even {
-            assumed.push("stages=uneven".into());
+        match facts.recipes.layout(row, layers, pipeline * chunks) {
+            Some(layout) => {
+                pins.push(split_text(&layout.counts));
+                if layout.predicts_further {
+                    assumed.push("further_tokens=not predicted".into());
+                }
+            }
+            None => {
+                let (pin, even) = split_pin(generation.split, layers, pipeline * chunks)?;
+                if !even {
+                    assumed.push("stages=uneven".into());
+                }
+                pins.push(pin);
+            }
         }
-        pins.push(pin);
     }
     assumed.extend(uneven(row, tensor, is_parallel)?);
     let among_samples = match expert {
@@ -132,7 +143,8 @@ pub fn pins(
             context > 1,
             is_parallel,
         ));
-        pins.extend(column_pins(row, tensor, among_samples > 1, context > 1)?);
+        let at = (tensor, among_samples > 1, context > 1);
+        pins.extend(column_pins(row, experts, at)?);
         let is_plain = among_samples == 1 && context == 1;
         pins.extend(table_pins(row, generation, (zero, data), is_plain)?);
     }
@@ -276,9 +288,13 @@ fn split_pin(split: Split, layers: u64, stages: u64) -> Result<(String, bool), U
     let counts = split
         .counts(layers, stages)
         .ok_or_else(|| Unmodelled::Feature(format!("{stages} stages of {layers} layers")))?;
+    Ok((split_text(&counts), split.is_even(layers, stages)))
+}
+
+/// The pin of so many layers in each stage.
+fn split_text(counts: &[u64]) -> String {
     let text: Vec<String> = counts.iter().map(u64::to_string).collect();
-    let pin = format!("split={}", text.join("/"));
-    Ok((pin, split.is_even(layers, stages)))
+    format!("split={}", text.join("/"))
 }
 
 /// Values between the matmuls of a layer: whole on every tensor rank, or with sequence
@@ -327,11 +343,12 @@ fn residual_pins(
 /// The matmuls that begin a gated layer's two halves are split by columns, so that a tensor rank
 /// has some of the heads and of the hidden values: Megatron-LM's layout, and torchtitan's. Left
 /// open, a search may prefer to split what they sum over.
+///
+/// `at` says over how many tensor ranks, and whether experts and context have an axis.
 fn column_pins(
     row: &Row,
-    tensor: u64,
-    has_experts: bool,
-    has_context: bool,
+    experts: Option<Experts>,
+    (tensor, has_experts, has_context): (u64, bool, bool),
 ) -> Result<Vec<String>, RowError> {
     let kv_heads = match row.count("kv_heads")? {
         Some(n) => Some(n),
@@ -343,6 +360,9 @@ fn column_pins(
     let samples = if has_experts { "data+expert" } else { "data" };
     let sequence = if has_context { "context" } else { "_" };
     let mut pins = Vec::new();
+    if experts.is_some_and(|e| e.latent) {
+        return latent_columns(row, tensor, &format!("{samples},{sequence},tensor"));
+    }
     // Fewer heads than ranks are copied, which is no splitting of a dim.
     if kv_heads.is_some_and(|n| n.is_multiple_of(tensor)) {
         let dims = format!("{samples},{sequence},tensor");
@@ -358,6 +378,27 @@ fn column_pins(
     if row.text("mlp_type") == Some("swiglu") {
         let of = |op| format!("spec:h.*.mlp.{op}=[{samples},{sequence},tensor]");
         pins.extend(["gate", "up"].map(of));
+    }
+    Ok(pins)
+}
+
+/// The same of a layer with latent attention: `first` are the dims of samples, sequence and columns.
+/// How its compressions lie is left to the search, which has no matmul with a whole weight on every
+/// tensor rank, as Megatron-Core's `linear_q_down_proj` is.
+fn latent_columns(row: &Row, tensor: u64, first: &str) -> Result<Vec<String>, RowError> {
+    let mut pins = Vec::new();
+    if model::heads(row)?.is_multiple_of(tensor) {
+        let q = match row.count("q_lora_rank")? {
+            Some(_) => "q_up",
+            None => "q",
+        };
+        let heads = [q, "k_up", "v_up"];
+        pins.extend(heads.map(|op| format!("spec:h.*.attn.{op}=[{first},_]")));
+    }
+    let dense = mixture::dense_layers(row)? > 0;
+    let mlps = [dense.then_some("mlp"), Some("moe.shared")];
+    for mlp in mlps.into_iter().flatten() {
+        pins.extend(["gate", "up"].map(|op| format!("spec:h.*.{mlp}.{op}=[{first}]")));
     }
     Ok(pins)
 }
@@ -444,9 +485,10 @@ mod tests {
     fn tensor_ranks_have_some_of_the_heads() {
         let pins = |cells: &str, tensor| {
             let table = crate::csv::parse(&format!("heads,kv_heads,mlp_type\n{cells}\n")).unwrap();
-            column_pins(&crate::row::rows(&table)[0], tensor, true, false)
-                .unwrap()
-                .join(" ")
+            let row = &crate::row::rows(&table)[0];
+            let experts = mixture::experts(row).unwrap();
+            let at = (tensor, true, false);
+            column_pins(row, experts, at).unwrap().join(" ")
         };
         let heads = "spec:h.*.attn.q=[data+expert,_,tensor,_,_] \
                      spec:h.*.attn.k=[data+expert,_,tensor,_] spec:h.*.attn.v=[data+expert,_,tensor,_]";
@@ -456,6 +498,15 @@ mod tests {
         assert_eq!(pins("32,32,moe128top8", 8), ungrouped);
         assert_eq!(pins("32,4,moe128top8", 8), "");
         assert_eq!(pins("32,4,gelu", 2), "");
+        // Heads are made of latent vectors; the shared expert is split like a dense MLP.
+        assert_eq!(
+            pins("32,,moe8top2+1shared MLA", 2),
+            "spec:h.*.attn.q=[data+expert,_,tensor,_] \
+             spec:h.*.attn.k_up=[data+expert,_,tensor,_] \
+             spec:h.*.attn.v_up=[data+expert,_,tensor,_] \
+             spec:h.*.moe.shared.gate=[data+expert,_,tensor] \
+             spec:h.*.moe.shared.up=[data+expert,_,tensor]"
+        );
     }
 
     #[test]

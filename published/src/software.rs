@@ -447,6 +447,12 @@ pub fn of_row(row: &Row, facts: &Facts) -> Result<MadeFor, Unmodelled> {
     if notes.contains("async tp") || notes.contains("asynctp") {
         options.push("async-tp".into());
     }
+    // Nor which library moves tokens to experts.
+    let once = "dispatch-once-per-host";
+    let moves_once = ["deepep", "hybridep"].iter().any(|l| notes.contains(l));
+    if moves_once && !options.iter().any(|o| o == once) {
+        options.push(once.into());
+    }
     if cluster::has_synchronous_launches(row, facts)? {
         options.push("synchronous-launches".into());
     }

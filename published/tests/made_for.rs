@@ -45,6 +45,19 @@ fn plans_for_software_take_what_its_runs_are_predicted_to() {
     assert_eq!(compared, ROWS.len(), "{skipped:?}");
 }
 
+/// A model with latent attention, a shared expert and a dense layer, its experts over tensor and
+/// data ranks, in a pipeline.
+const LATENT: &str = "gpu,gpus_total,gpus_per_node,interconnect,framework,date,layers,hidden,heads,ffn_hidden,vocab,seq_len,global_batch,micro_batch,tp,pp,dp,ep,sequence_parallel,zero_stage,recompute,precision,mlp_type,q_lora_rank,kv_lora_rank,qk_nope_head_dim,qk_rope_head_dim,v_head_dim,dense_layers,dense_ffn_hidden
+H100-80GB,8,8,NVLink4+NVSwitch,Megatron-Core,2025-04,4,256,4,256,4096,256,8,1,2,2,2,4,yes,1,none,bf16,moe8top2+1shared MLA,96,64,32,16,32,1,512
+";
+
+#[test]
+fn latent_attention_is_planned_as_it_is_predicted() {
+    let (compared, failures, skipped) = held(&rows_of(LATENT));
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+    assert_eq!(compared, 1, "{skipped:?}");
+}
+
 #[test]
 fn plans_for_software_take_what_published_runs_are_predicted_to() {
     let data = std::env::var_os("MESHWRIGHT_DATA").map(std::path::PathBuf::from);

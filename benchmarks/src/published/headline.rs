@@ -3,7 +3,7 @@
 
 use crate::report::{percent, push};
 use benchmarks::held_out::HeldOut;
-use benchmarks::score::{COUNTED_ROWS, Scored, mean, stratum};
+use benchmarks::score::{COUNTED_ROWS, Scored, mean, median, stratum};
 use published::figures::{Figure, Found};
 use published::{Outcome, Row};
 use std::collections::BTreeMap;
@@ -99,8 +99,26 @@ pub fn text(
             ),
         );
     }
+    if let Some(unseen) = held_out.and_then(|known| unseen(scored, known)) {
+        push(&mut out, format!("\n{unseen}"));
+    }
     push(&mut out, format!("\n{}\n", wary(figures)));
     out
+}
+
+/// Says how far off the rows are that no fit has had; none where there are none.
+fn unseen(scored: &[Scored<'_>], known: &BTreeMap<String, HeldOut>) -> Option<String> {
+    let is_unseen = |s: &&Scored<'_>| {
+        matches!(s.tier, 'A' | 'B') && !s.is_diagnostic() && !known.contains_key(s.row.id())
+    };
+    let errors: Vec<f64> = scored.iter().filter(is_unseen).map(Scored::error).collect();
+    let sizes: Vec<f64> = errors.iter().map(|e| e.abs()).collect();
+    Some(format!(
+        "{} rows were in no fit, so that they stand under \"in sample\" alone: MAPE {}, median error {:+.1}%.",
+        errors.len(),
+        percent(mean(&sizes)),
+        100.0 * median(&errors)?
+    ))
 }
 
 /// Says how many figures there are and which of them lie at a bound.

@@ -160,7 +160,18 @@ impl Model {
     fn columns(&self, point: &Point) -> Vec<String> {
         let sequence = if point.context > 1 { "context" } else { "_" };
         let first = format!("{},{sequence},tensor", point.samples());
-        let names = ["attn.q", "attn.k", "attn.v", "mlp.gate", "mlp.up"];
+        let names = [
+            "attn.q",
+            "attn.k",
+            "attn.v",
+            "attn.q_up",
+            "attn.k_up",
+            "attn.v_up",
+            "mlp.gate",
+            "mlp.up",
+            "moe.shared.gate",
+            "moe.shared.up",
+        ];
         let parts = ["", ".add_bias"];
         let mut pins = Vec::new();
         // Fewer heads of keys than ranks are copied, which is no splitting of a dim.
