@@ -112,7 +112,7 @@ pub fn pins(
             Some(layout) => {
                 pins.push(split_text(&layout.counts));
                 if layout.predicts_further {
-                    assumed.push("further_tokens=not predicted".into());
+                    assumed.push("further_tokens=left_out".into());
                 }
             }
             None => {
@@ -528,6 +528,35 @@ mod tests {
         assert!(text.contains("recompute:h.*.norm_1=yes recompute:h.*.norm_2=yes"));
         assert!(text.contains("recompute:h.*.moe.act=yes recompute:h.*.moe.mul=yes"));
         assert!(assumed.contains(&"recompute=none+norm_1+norm_2+moe.act+moe.mul".to_string()));
+    }
+
+    #[test]
+    fn a_recipe_says_which_layers_a_stage_has() {
+        let of = |layers: u64, model: &str| {
+            let header = format!("{HEADER},heads,model");
+            let cells = format!(
+                "GB200,256,Megatron-Bridge/Megatron-Core,x (26.02 y),{layers},1,4,4,64,1,no,1,none,moe256top8+1shared MLA,mxfp8,4096,4096,64,128,{model}"
+            );
+            let table = crate::csv::parse(&format!("{header}\n{cells}\n")).unwrap();
+            let (row, facts) = (&crate::row::rows(&table)[0], Facts::built_in());
+            let first = choices::choices(row, &facts).unwrap();
+            let (pins, assumed) = pins(row, &facts, &first[0]).unwrap();
+            let split = pins.into_iter().find(|p| p.starts_with("split=")).unwrap();
+            (split, assumed.join(" "))
+        };
+        let own = format!("split=5{}/2", "/4".repeat(14));
+        assert_eq!(
+            of(61, "DeepSeekV3"),
+            (
+                own.clone(),
+                "further_tokens=left_out routing=balanced".into()
+            )
+        );
+        assert_eq!(of(61, "Kimi_K2"), (own, "routing=balanced".into()));
+        // The layout is of 61 layers.
+        let (split, assumed) = of(48, "DeepSeekV3");
+        assert!(split.starts_with("split=4/3/"), "{split}");
+        assert_eq!(assumed, "routing=balanced");
     }
 
     #[test]

@@ -513,6 +513,21 @@ mod tests {
     }
 
     #[test]
+    fn notes_name_what_moves_tokens_to_experts() {
+        let of = |notes: &str| {
+            let header = "framework,gpu,gpus_total,gpus_per_node,interconnect,precision,notes";
+            let cells = "Megatron-Core,H100-80GB,8,8,NVLink4+NVSwitch,bf16";
+            let text = format!("{header}\n{cells},{notes}\n");
+            let row = crate::row::rows(&crate::csv::parse(&text).unwrap()).remove(0);
+            of_row(&row, &FACTS).unwrap().options
+        };
+        let once = ["dispatch-once-per-host"];
+        assert_eq!(of("force-balanced; dispatcher DeepEP"), once);
+        assert_eq!(of("HybridEP; DeepEP"), once);
+        assert!(of("dispatcher A2A").is_empty());
+    }
+
+    #[test]
     fn options_change_how_it_executes() {
         let of = |text: &str| {
             let made_for = parse(text).unwrap();

@@ -94,7 +94,7 @@ fn held(rows: &[Row]) -> (usize, Vec<String>, BTreeMap<String, usize>) {
         }
     }
     let all: Vec<(&Row, Question)> = distinct.into_values().collect();
-    let compared = all.par_iter().map(|(_, q)| compared(q));
+    let compared = all.par_iter().map(|(row, q)| compared(row, q));
     let outcomes: Vec<Outcome> = compared.collect();
     let (mut n, mut failures) = (0, Vec::new());
     for ((row, _), outcome) in all.iter().zip(outcomes) {
@@ -113,7 +113,7 @@ enum Outcome {
     Skipped(String),
 }
 
-fn compared(q: &Question) -> Outcome {
+fn compared(row: &Row, q: &Question) -> Outcome {
     let expected = match predicted(q) {
         Ok(p) => p,
         Err(e) => return Outcome::Skipped(e.to_string()),
@@ -166,7 +166,7 @@ fn compared(q: &Question) -> Outcome {
             ));
         }
     }
-    match other_layout(&forward, q, made_for) {
+    match other_layout(&forward, row, q, made_for) {
         None => Outcome::Same,
         Some(words) => Outcome::Differs(words),
     }
@@ -187,8 +187,9 @@ fn reread(plan: &Plan) -> ir::plan::Prediction {
 }
 
 /// Says how the pins of the row differ from those of the point with its degrees, where both have
-/// some: layouts of tensors, stages, orders. What is recomputed a row says in more ways.
-fn other_layout(forward: &Graph, q: &Question, made_for: &MadeFor) -> Option<String> {
+/// some: layouts of tensors, stages, orders. What is recomputed a row says in more ways, and a recipe
+/// may have stages that the software does not make by itself.
+fn other_layout(forward: &Graph, row: &Row, q: &Question, made_for: &MadeFor) -> Option<String> {
     let framework = Framework::named(&made_for.name)?;
     let facts = Facts::built_in();
     let profile = facts.profile(made_for, None, q.train.precision).unwrap();
@@ -223,9 +224,12 @@ fn other_layout(forward: &Graph, q: &Question, made_for: &MadeFor) -> Option<Str
         .pins(&model, profile.split, zigzag)
         .into_iter()
         .collect();
+    let stages = u64::from(point.pipeline * point.virtual_stages);
+    let of_recipe = facts.recipes.layout(row, model.blocks, stages).is_some();
     // A row's layer of experts has no norms between its dense parts to pin, nor heads to cut.
     for pins in [&mut pinned, &mut own] {
         pins.retain(|p| !p.starts_with("recompute"));
+        pins.retain(|p| !(of_recipe && p.starts_with("split=")));
     }
     let differs: Vec<&String> = pinned.symmetric_difference(&own).collect();
     (!differs.is_empty()).then(|| format!("{}: pins differ: {differs:?}", framework.title()))
