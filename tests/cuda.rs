@@ -6,6 +6,7 @@
 use emulator::harness::{is_emulated, is_emulated_with};
 use ir::Precision;
 use ir::program::InstrKind;
+use ir::training::StateRole;
 use runtime::fabric::Meets;
 use tests::{Case, cluster, distance, planned, relative};
 
@@ -32,7 +33,8 @@ fn check(case: &Case, n_devices: u32, pins: &[&str], rounding: f64, meets: (Meet
         let expected = expected.unwrap_or_else(|e| panic!("{name}, CPU: {e}"));
         for (session, order) in on_gpus.iter_mut().zip(orders) {
             let (way, profile) = match order {
-                None => ("in list order", true),
+                // Measured is each instruction by itself; elsewhere neighbours are joined.
+                None => ("in list order", step == 0),
                 Some(_) => ("streams as queues", false),
             };
             let got = session.step(batch, case.lr, profile);
@@ -101,6 +103,51 @@ on_gpus! {
         ["context=2", "context_attention=ulysses", "data=1", "pipeline=1"];
     llama_linear_rope: "llama_linear_rope", 2, ["data=2", "tensor=1", "pipeline=1"];
     qwen3_tensor: "qwen3", 2, ["data=1", "tensor=2", "pipeline=1"];
+}
+
+/// Instructions that are put on the GPU together give the bits that each gives alone.
+#[test]
+fn joined_launches_change_no_bit() {
+    if !is_emulated("joined_launches_change_no_bit") {
+        return;
+    }
+    for (name, precision, n, pins) in [
+        ("gpt2_small_tied", Precision::Bf16, 1, &["data=1"][..]),
+        ("llama_tied", Precision::F32, 1, &["data=1"]),
+        (
+            "gpt2_small_tied",
+            Precision::F16,
+            2,
+            &["data=2", "tensor=1", "pipeline=1", "zero=1"],
+        ),
+    ] {
+        let mut case = Case::load(name);
+        case.train.precision = precision;
+        let made = planned(&case.forward, &case.train, &cluster(n), pins).expect("a plan");
+        let bits = |profile: bool| {
+            let mut session = case.session_on_gpus(&made.program, None, Meets::Host);
+            let mut seen = Vec::new();
+            for batch in case.batches.iter().take(STEPS) {
+                let step = session.step(batch, case.lr, profile).expect("a step");
+                seen.extend([step.loss.to_bits(), step.grad_norm.to_bits()]);
+            }
+            let params = session.params().expect("the parameters are gathered");
+            let values = params.into_values().flat_map(|t| t.values);
+            seen.extend(values.map(|v| u64::from(v.to_bits())));
+            seen
+        };
+        assert_eq!(bits(true), bits(false), "{name} {precision:?}: other bits");
+        let role = &made.program.roles[0];
+        let launches = runtime::device::cuda::launches(role);
+        let joined = launches.iter().flatten().filter(|n| **n == Some(0)).count();
+        // Cleared, squared and updated at least.
+        let params = role.states.iter();
+        let params = params.filter(|s| s.role == StateRole::Parameter).count();
+        assert!(
+            joined > 2 * params,
+            "{name}: {joined} of {params} parameters"
+        );
+    }
 }
 
 /// Half precision rounds at other places than the CPU's kernels only where a sum is split.

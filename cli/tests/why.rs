@@ -90,6 +90,11 @@ fn a_roofline_counts_every_instruction() {
     assert_eq!(row("layer_norm")["count"], 5);
     assert_eq!(row("layer_norm")["launches"], 5);
     assert_eq!(row("layer_norm_grad_weight")["launches"], 15);
+    // All parameters at once; the parts of squares, then their sums.
+    assert!(number(row("adam_w"), "count") > 20.0);
+    for (kind, launches) in [("adam_w", 1), ("cast", 1), ("sum_squares", 2)] {
+        assert_eq!(row(kind)["launches"], launches, "{kind}");
+    }
     // Four samples of 16 tokens with 16 features by 256 words: 2 * 64 * 16 * 256 of the products.
     assert!(number(row("dot_general"), "flops") > 2.0 * 64.0 * 16.0 * 256.0);
     let words = place.run(&ask[..3]).expect(0).out;

@@ -78,20 +78,24 @@ fn add(sum: &mut Row, row: &Row) {
     }
 }
 
-/// Roofline of every mesh of a program that is priced so. `launches` says how many launches one
-/// execution of an instruction of a role is.
+/// By template and instruction of a role, how many launches one execution is.
+pub type Launches = Vec<Vec<Option<u64>>>;
+
+/// Roofline of every mesh of a program that is priced so. `launches` says how many launches the
+/// instructions of a role are; what it leaves out has no number.
 ///
 /// Fails where the program and its prices are of different sizes.
 pub fn roofline(
     program: &Program,
     cluster: &Cluster,
     costs: &Costs,
-    launches: &dyn Fn(&RoleProgram, &InstrKind) -> Option<u64>,
+    launches: &dyn Fn(&RoleProgram) -> Launches,
 ) -> Result<Vec<MeshRoofline>, SimError> {
     let roles = program.roles.iter().enumerate();
     roles
         .map(|(r, role)| {
             let cluster = cluster.seen_by(role.mesh.devices);
+            let launches = launches(role);
             let mut count = vec![0u64; role.templates.len()];
             for slot in &role.trace {
                 if let Some(n) = count.get_mut(slot.template.index()) {
@@ -111,7 +115,7 @@ pub fn roofline(
                     let kind = instruction_kind(&instruction.kind);
                     let mut one = once(&cluster, role, &instruction.kind);
                     one.predicted_s = cost.seconds;
-                    one.launches = launches(role, &instruction.kind);
+                    one.launches = launches.get(t).and_then(|l| l.get(i).copied().flatten());
                     let row = rows.entry(kind).or_insert_with(|| Row {
                         kind: kind.into(),
                         ..Row::default()
@@ -244,8 +248,14 @@ mod tests {
         let program = pipeline(&[3000, 5000], &[6000, 7000], 4, 1000, 1);
         let cluster = cluster(2);
         let costs = costs(&program, &cluster).unwrap();
-        let meshes = roofline(&program, &cluster, &costs, &|_, kind| {
-            matches!(kind, InstrKind::Compute { .. }).then_some(2)
+        let meshes = roofline(&program, &cluster, &costs, &|role| {
+            let of = |i: &ir::program::Instruction| {
+                matches!(i.kind, InstrKind::Compute { .. }).then_some(2)
+            };
+            let templates = role.templates.iter();
+            templates
+                .map(|t| t.instructions.iter().map(of).collect())
+                .collect()
         });
         let meshes = meshes.unwrap();
         assert_eq!(meshes.len(), 2);
@@ -268,6 +278,6 @@ mod tests {
             instructions: Vec::new(),
             ..costs
         };
-        assert!(roofline(&program, &cluster, &short, &|_, _| None).is_err());
+        assert!(roofline(&program, &cluster, &short, &|_| Vec::new()).is_err());
     }
 }

@@ -84,6 +84,11 @@ impl Record {
     pub(crate) fn done(&mut self) {
         self.write(self.begun);
     }
+    /// It is done, and so are as many others that began with it.
+    pub(crate) fn done_with(&mut self, others: usize) {
+        self.begun += others as u64;
+        self.done();
+    }
     fn write(&self, done: u64) {
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         let now = now.map_or(0, |t| t.as_millis() as u64);

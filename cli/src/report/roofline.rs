@@ -41,9 +41,15 @@ impl Rooflines {
         let arranged = Arranged::of(plan, &loaded.program)?;
         let costs = arranged.costs(&plan.cluster)?;
         let is_own = plan.made_for.is_none();
-        let meshes = roofline(&arranged.program, &plan.cluster, &costs, &|role, kind| {
-            is_own.then(|| launches(role, kind)).flatten()
-        })?;
+        let meshes = roofline(
+            &arranged.program,
+            &plan.cluster,
+            &costs,
+            &|role| match is_own {
+                true => launches(role),
+                false => Vec::new(),
+            },
+        )?;
         let first = arranged.program.roles.first();
         let seen = first.map(|role| plan.cluster.seen_by(role.mesh.devices));
         let seen = seen.as_deref().unwrap_or(&plan.cluster);
@@ -109,7 +115,7 @@ impl Rooflines {
     pub fn reading(&self, plan: &Plan) -> String {
         let fused = match plan.made_for.is_none() {
             true => {
-                " Instructions are not fused with each other: what is kept on the chip is what one op has inside, as attention's scores, a norm's row, AdamW's states and the exponentials of a loss."
+                " Instructions are not fused with each other: what is kept on the chip is what one op has inside, as attention's scores, a norm's row, AdamW's states and the exponentials of a loss. Neighbours of one kind that go through many tensors share launches, which the first of them has; the prediction counts one for each."
             }
             false => {
                 " Launches are counted for Meshwright's own runtime alone, and what this software fuses shows in the prediction, not in the floor."

@@ -179,7 +179,7 @@ impl Device for Cpu {
         change(self.bytes_mut(at)?)
     }
 
-    fn launch(&mut self, _: StreamId, work: &Work<'_>) -> Result<u64, RuntimeError> {
+    fn launch(&mut self, stream: StreamId, work: &Work<'_>) -> Result<u64, RuntimeError> {
         match *work {
             Work::Compute {
                 path,
@@ -225,6 +225,7 @@ impl Device for Cpu {
                 output.local.zero_padding(out);
                 Ok(0)
             }
+            Work::Copy { from, to } => self.copy(stream, from, to).map(|()| 0),
         }
     }
 

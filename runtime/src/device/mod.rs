@@ -108,6 +108,13 @@ pub enum Work<'a> {
         /// Result.
         output: Tensor<'a>,
     },
+    /// Bytes to as many others that they do not overlap.
+    Copy {
+        /// Operand.
+        from: Place,
+        /// Result.
+        to: Place,
+    },
 }
 
 /// Memory and streams of one rank. Arenas begin as zeros. A place beyond its arena is an error.
@@ -145,6 +152,19 @@ pub trait Device: Send {
     }
     /// Puts work on a stream. Returns bytes that it takes beside the arenas.
     fn launch(&mut self, stream: StreamId, work: &Work<'_>) -> Result<u64, RuntimeError>;
+    /// Whether [`Device::launch_all`] makes less of many works than one launch for each.
+    fn joins(&self) -> bool {
+        false
+    }
+    /// Puts works of one kind on a stream, of which none reads or writes what another one writes.
+    /// Returns bytes that they take beside the arenas.
+    fn launch_all(&mut self, stream: StreamId, works: &[Work<'_>]) -> Result<u64, RuntimeError> {
+        let mut most = 0;
+        for work in works {
+            most = most.max(self.launch(stream, work)?);
+        }
+        Ok(most)
+    }
     /// Puts a copy on a stream, to as many bytes of any space; they may overlap.
     fn copy(&mut self, stream: StreamId, from: Place, to: Place) -> Result<(), RuntimeError>;
     /// An event that is over when all that the stream has been given is done.

@@ -16,6 +16,7 @@
 pub mod collective;
 #[cfg(test)]
 mod dropout_tests;
+pub(crate) mod joined;
 mod kernel;
 mod load;
 mod local;

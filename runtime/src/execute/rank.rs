@@ -285,7 +285,23 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
         for slot in slots {
             let Some(first) = slot.first() else { continue };
             let slot_began = tick(&mut self.device, FIRST)?;
-            for step in slot {
+            let mut rest = slot.as_slice();
+            while let Some((step, others)) = rest.split_first() {
+                // Measured and looked at is each by itself.
+                let n = match self.device.joins() && !profile && !watch.looks {
+                    true => step.n_joined.saturating_sub(1).min(others.len()),
+                    false => 0,
+                };
+                if n > 0 {
+                    self.record.iter_mut().for_each(Record::begin);
+                    self.play_joined(role, &rest[..=n], play, &mut events)
+                        .map_err(|source| self.failed(step, source))?;
+                    self.record.iter_mut().for_each(|r| r.done_with(n));
+                    watch.played += 1 + n;
+                    rest = &others[n..];
+                    continue;
+                }
+                rest = others;
                 let began = tick(&mut self.device, step.stream)?;
                 self.record.iter_mut().for_each(Record::begin);
                 self.play_step(role, step, play, &mut events)
@@ -327,6 +343,61 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
             self.called(role, step, bytes)?;
         }
         self.record_event(step, events)
+    }
+
+    /// Plays steps that are joined: what the first one waits for is what all wait for, and who waits
+    /// for one of them waits for all.
+    fn play_joined(
+        &mut self,
+        role: &RoleProgram,
+        steps: &[Step],
+        play: &Play,
+        events: &mut Events<D>,
+    ) -> Result<(), RuntimeError> {
+        let Some(first) = steps.first() else {
+            return Ok(());
+        };
+        self.await_events(first, events)?;
+        let m = first.microbatch;
+        let context = self.context(play, m);
+        let instructions = &role.template(first.template).instructions;
+        let tensor = |b: &BufferId| Tensor {
+            local: &self.locals[b.index()],
+            at: place(role, *b, m),
+        };
+        let kinds = steps.iter().map(|s| &instructions[s.instruction].kind);
+        let tensors: Vec<[Vec<Tensor<'_>>; 2]> = kinds
+            .clone()
+            .map(|kind| match kind {
+                InstrKind::Compute {
+                    inputs, outputs, ..
+                } => [inputs, outputs].map(|ids| ids.iter().map(tensor).collect()),
+                _ => [Vec::new(), Vec::new()],
+            })
+            .collect();
+        let mut works = Vec::with_capacity(steps.len());
+        for (kind, [inputs, outputs]) in kinds.zip(&tensors) {
+            works.push(match kind {
+                InstrKind::Compute { path, kind, .. } => Work::Compute {
+                    path,
+                    op: kind,
+                    inputs,
+                    outputs,
+                    context: &context,
+                },
+                InstrKind::Fill { value, output } => Work::Fill {
+                    value: *value as f32,
+                    output: tensor(output),
+                },
+                other => {
+                    let problem = format!("{other:?} cannot be joined");
+                    return Err(RuntimeError::Program(problem));
+                }
+            });
+        }
+        let bytes = self.device.launch_all(first.stream, &works)?;
+        self.note_scratch(bytes + self.fabric.held_bytes());
+        steps.iter().try_for_each(|s| self.record_event(s, events))
     }
 
     /// Has the stream of an instruction wait for those of other streams that it needs.
@@ -426,6 +497,19 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
         })
     }
 
+    /// The facts of the run that ops of a slot need.
+    fn context(&self, play: &Play, microbatch: Option<u32>) -> Context {
+        Context {
+            seed: self.options.seed,
+            step: play.step,
+            updates: self.updates_before(play.step, microbatch),
+            lr: play.lr,
+            first_sample: u64::from(microbatch.unwrap_or(0)) * self.program.microbatch,
+            training: play.training,
+            threads: self.options.threads,
+        }
+    }
+
     fn note_scratch(&mut self, bytes: u64) {
         self.peak_scratch = self.peak_scratch.max(bytes);
     }
@@ -444,7 +528,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
             local: &self.locals[b.index()],
             at: at(b),
         };
-        let updates = self.updates_before(play.step, m);
+        let context = self.context(play, m);
         let device = &mut self.device;
         let work = match &instruction.kind {
             InstrKind::Compute {
@@ -453,15 +537,6 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
                 inputs,
                 outputs,
             } => {
-                let context = Context {
-                    seed: self.options.seed,
-                    step: play.step,
-                    updates,
-                    lr: play.lr,
-                    first_sample: u64::from(m.unwrap_or(0)) * self.program.microbatch,
-                    training: play.training,
-                    threads: self.options.threads,
-                };
                 let work = Work::Compute {
                     path,
                     op: kind,
@@ -560,6 +635,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
                 };
                 device.launch(stream, &zeros)?;
                 let first = self.coords.iter().all(|&c| c == 0);
+                let mut copies = Vec::with_capacity(inputs.len());
                 for (entry, buffer) in inputs.iter().filter(|_| first) {
                     let start = 4 * *entry as usize;
                     if start + 4 > whole.len {
@@ -577,8 +653,13 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
                         len: 4,
                         ..at(buffer)
                     };
-                    device.copy(stream, value, entry)?;
+                    copies.push(Work::Copy {
+                        from: value,
+                        to: entry,
+                    });
                 }
+                let bytes = device.launch_all(stream, &copies)?;
+                self.note_scratch(bytes);
                 let places = Places {
                     inputs: vec![at(output)],
                     outputs: vec![at(output)],

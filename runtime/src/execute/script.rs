@@ -6,8 +6,9 @@
 //! it, and nothing that it plays writes a persistent buffer.
 //!
 //! A script resolves what its instructions wait for: of every other stream, how many instructions
-//! must be done. What is not played is not waited for.
+//! must be done. What is not played is not waited for. It also says what may be [`joined`].
 
+use super::joined::joined;
 use crate::error::RuntimeError;
 use ir::program::{BufferClass, Event, InstrKind, Program, RoleProgram, TemplateKind, Which};
 use ir::{BufferId, InstrId, Pass, StreamId, TemplateId};
@@ -33,6 +34,9 @@ pub(crate) struct Step {
     pub waits: Vec<(StreamId, usize)>,
     /// Whether another stream waits for it.
     pub is_awaited: bool,
+    /// How many steps of its slot, this one first, a device may begin at once; 0 where it is one of
+    /// those of an earlier step.
+    pub n_joined: usize,
 }
 
 /// The script of a role.
@@ -92,6 +96,8 @@ impl Script {
             let before: Vec<usize> = made.streams.iter().map(Vec::len).collect();
             let mut here = Places::new();
             let mut steps = Vec::with_capacity(slot.instructions.len());
+            let all = &role.template(slot.template).instructions;
+            let n_joined = joined(role, all, &slot.instructions, slot.microbatch);
             for (at, &i) in slot.instructions.iter().enumerate() {
                 let instruction = &role.template(slot.template).instructions[i];
                 let stream = instruction.stream;
@@ -138,6 +144,7 @@ impl Script {
                     stream,
                     waits: waits.into_iter().collect(),
                     is_awaited: false,
+                    n_joined: n_joined[at],
                 });
             }
             made.slots.push(steps);

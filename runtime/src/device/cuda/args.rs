@@ -23,7 +23,30 @@ pub(super) struct Span {
     pub bytes: u64,
 }
 
-/// The parameter of every kernel: `Args` of the kernels.
+/// The facts of a step: `Now` of the kernels.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct Now {
+    /// Learning rate.
+    pub lr: f64,
+    /// Updates that were made before.
+    pub updates: i64,
+}
+
+/// The parameter of a launch that makes many calls: `Calls` of the kernels.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Calls {
+    /// Their parameters.
+    pub args: Span,
+    /// Blocks of all calls up to each.
+    pub ends: Span,
+    /// Number of calls.
+    pub n: i64,
+    pub now: Now,
+}
+
+/// The parameter of every other kernel: `Args` of the kernels.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Args {
@@ -32,6 +55,7 @@ pub(super) struct Args {
     pub n: [i64; NUMBERS],
     pub f: [f64; 8],
     pub table: [f32; TABLE],
+    pub now: Now,
 }
 
 /// A file of kernels.
@@ -171,6 +195,7 @@ impl Call {
                 n: [0; NUMBERS],
                 f: [0.0; 8],
                 table: [0.0; TABLE],
+                now: Now::default(),
             }),
             grid: [u32::try_from(blocks).unwrap_or(u32::MAX), 1, 1],
             threads,
@@ -195,6 +220,11 @@ impl Call {
     /// With numbers that are no integers.
     pub fn f(mut self, numbers: &[f64]) -> Self {
         self.args.f[..numbers.len()].copy_from_slice(numbers);
+        self
+    }
+    /// With the facts of a step.
+    pub fn now(mut self, now: Now) -> Self {
+        self.args.now = now;
         self
     }
     /// Takes elements by eights where everything is aligned for it: those of a row of `width`, or of

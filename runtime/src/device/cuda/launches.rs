@@ -2,77 +2,136 @@
 //! without a GPU.
 
 use super::args::{Span, Step};
+use super::joined::{Part as Joint, parts};
 use super::ops::{self, Op, Part};
+use crate::execute::joined::{FEWEST, joined};
 use crate::execute::{Context, Local};
-use ir::BufferId;
 use ir::program::{InstrKind, RoleProgram};
+use ir::{BufferId, OpKind};
 
 /// Bytes between the addresses that operands would have; they are aligned as those of an arena.
 const APART: u64 = 1 << 44;
 
-/// Kernels, products by the library and copies that one execution of an instruction of a role puts
-/// on its stream, on the first rank of the role; what ranks send each other is not counted. None
-/// where there is no kernel for an op.
-pub fn launches(role: &RoleProgram, kind: &InstrKind) -> Option<u64> {
-    let rank = role.mesh.devices.first_rank;
-    let local = |id: &BufferId| {
-        let b = role.buffers.get(id.index())?;
-        Local::of_rank(b.dtype, &b.lens, &b.spec, &role.mesh, rank)
-    };
-    let locals = |ids: &[BufferId]| ids.iter().map(local).collect::<Option<Vec<Local>>>();
+/// By template and instruction of a role, the kernels, products by the library and copies that one
+/// execution of it puts on its stream, on the first rank of the role. Of instructions that are joined
+/// the first has the launches of all. What ranks send each other is not counted. None where there is
+/// no kernel for an op.
+pub fn launches(role: &RoleProgram) -> Vec<Vec<Option<u64>>> {
+    let templates = role.templates.iter();
+    templates
+        .map(|template| {
+            let all = &template.instructions;
+            let every: Vec<usize> = (0..all.len()).collect();
+            let n_joined = joined(role, all, &every, None);
+            let count = |(i, n): (usize, &usize)| match n {
+                0 => Some(0),
+                1 => count_of(role, &all[i].kind),
+                n => {
+                    let works = all[i..i + n].iter().map(|i| steps_of(role, &i.kind));
+                    let works = works.collect::<Option<Vec<Vec<Step>>>>()?;
+                    let is_one = |part: &Joint| match part {
+                        Joint::All(..) => true,
+                        Joint::One(step) => !is_nothing(step),
+                    };
+                    Some(parts(works).iter().filter(|p| is_one(p)).count() as u64)
+                }
+            };
+            n_joined.iter().enumerate().map(count).collect()
+        })
+        .collect()
+}
+
+fn local_of(role: &RoleProgram, id: &BufferId) -> Option<Local> {
+    let (b, rank) = (role.buffers.get(id.index())?, role.mesh.devices.first_rank);
+    Local::of_rank(b.dtype, &b.lens, &b.spec, &role.mesh, rank)
+}
+
+/// The steps of an instruction that computes or fills; none where there is no kernel for it.
+fn steps_of(role: &RoleProgram, kind: &InstrKind) -> Option<Vec<Step>> {
     match kind {
         InstrKind::Compute {
             path,
             kind,
             inputs,
             outputs,
-        } => {
-            if !ops::has_kernel(kind) {
-                return None;
-            }
-            if kind.is_source() {
-                return Some(0);
-            }
-            let (x, y) = (locals(inputs)?, locals(outputs)?);
-            let part = |(i, local): (usize, &'_ Local)| Span {
-                at: (i as u64 + 1) * APART,
-                bytes: local.bytes() as u64,
-            };
-            let spans: Vec<Span> = x.iter().chain(&y).enumerate().map(part).collect();
-            let parts = x.iter().chain(&y).zip(&spans);
-            let mut parts: Vec<Part<'_>> =
-                parts.map(|(local, &span)| Part { local, span }).collect();
-            let mut y = parts.split_off(x.len());
-            // Updates write where they read, and so does what is a view.
-            for &(i, o) in kind.in_place() {
-                y.get_mut(o)?.span = parts.get(i)?.span;
-            }
-            if kind.is_view() {
-                for y in &mut y {
-                    y.span.at = parts.first()?.span.at;
-                }
-            }
-            let op = Op {
-                kind,
-                path,
-                x: &parts,
-                y: &y,
-                context: &Context {
-                    seed: 0,
-                    step: 0,
-                    updates: 0,
-                    lr: 0.0,
-                    first_sample: 0,
-                    training: true,
-                    threads: 1,
-                },
-                scratch: APART / 2,
-                has_library: true,
-            };
-            op.check().ok()?;
-            let steps = op.steps().ok()?;
-            let pads = y.iter().filter_map(|y| ops::pad(*y)).count();
-            Some((steps.iter().filter(|s| !is_nothing(s)).count() + pads) as u64)
+        } => computed(role, (path, kind), inputs, outputs),
+        InstrKind::Fill { value, output } => {
+            let y = local_of(role, output)?;
+            let bytes = role.buffers.get(output.index())?.bytes;
+            let span = Span { at: APART, bytes };
+            let part = Part { local: &y, span };
+            let mut steps = vec![ops::fill(*value as f32, part)];
+            steps.extend(ops::pad(part));
+            Some(steps)
+        }
+        _ => None,
+    }
+}
+
+fn computed(
+    role: &RoleProgram,
+    (path, kind): (&str, &OpKind),
+    inputs: &[BufferId],
+    outputs: &[BufferId],
+) -> Option<Vec<Step>> {
+    if !ops::has_kernel(kind) {
+        return None;
+    }
+    if kind.is_source() {
+        return Some(Vec::new());
+    }
+    let locals = |ids: &[BufferId]| {
+        let all = ids.iter().map(|id| local_of(role, id));
+        all.collect::<Option<Vec<Local>>>()
+    };
+    let (x, y) = (locals(inputs)?, locals(outputs)?);
+    let part = |(i, local): (usize, &'_ Local)| Span {
+        at: (i as u64 + 1) * APART,
+        bytes: local.bytes() as u64,
+    };
+    let spans: Vec<Span> = x.iter().chain(&y).enumerate().map(part).collect();
+    let parts = x.iter().chain(&y).zip(&spans);
+    let mut parts: Vec<Part<'_>> = parts.map(|(local, &span)| Part { local, span }).collect();
+    let mut y = parts.split_off(x.len());
+    // Updates write where they read, and so does what is a view.
+    for &(i, o) in kind.in_place() {
+        y.get_mut(o)?.span = parts.get(i)?.span;
+    }
+    if kind.is_view() {
+        for y in &mut y {
+            y.span.at = parts.first()?.span.at;
+        }
+    }
+    let op = Op {
+        kind,
+        path,
+        x: &parts,
+        y: &y,
+        context: &Context {
+            seed: 0,
+            step: 0,
+            updates: 0,
+            lr: 0.0,
+            first_sample: 0,
+            training: true,
+            threads: 1,
+        },
+        scratch: APART / 2,
+        has_library: true,
+    };
+    op.check().ok()?;
+    let mut steps = op.steps().ok()?;
+    steps.extend(y.iter().filter_map(|y| ops::pad(*y)));
+    Some(steps)
+}
+
+/// Launches of an instruction that is alone.
+fn count_of(role: &RoleProgram, kind: &InstrKind) -> Option<u64> {
+    let local = |id: &BufferId| local_of(role, id);
+    match kind {
+        InstrKind::Compute { .. } | InstrKind::Fill { .. } => {
+            let steps = steps_of(role, kind)?;
+            Some(steps.iter().filter(|s| !is_nothing(s)).count() as u64)
         }
         InstrKind::Copy { input, output } => {
             let (from, to) = (
@@ -95,7 +154,7 @@ pub fn launches(role: &RoleProgram, kind: &InstrKind) -> Option<u64> {
             };
             Some(steps.iter().filter(|s| !is_nothing(s)).count() as u64)
         }
-        InstrKind::Slice { output, .. } | InstrKind::Fill { output, .. } => {
+        InstrKind::Slice { output, .. } => {
             let y = local(output)?;
             let bytes = role.buffers.get(output.index())?.bytes;
             let span = Span { at: APART, bytes };
@@ -103,9 +162,12 @@ pub fn launches(role: &RoleProgram, kind: &InstrKind) -> Option<u64> {
             Some(1 + pads.iter().filter(|s| !is_nothing(s)).count() as u64)
         }
         InstrKind::Load { .. } => Some(1),
-        InstrKind::Collective { .. } | InstrKind::WorldSum { .. } | InstrKind::Exchange { .. } => {
-            Some(0)
-        }
+        // Zeros, and a copy of each entry.
+        InstrKind::WorldSum { inputs, .. } => Some(match inputs.len() {
+            n if n < FEWEST => 1 + n as u64,
+            _ => 2,
+        }),
+        InstrKind::Collective { .. } | InstrKind::Exchange { .. } => Some(0),
     }
 }
 

@@ -14,6 +14,7 @@
 mod args;
 #[cfg(any(test, feature = "testing"))]
 mod cases;
+mod joined;
 mod launches;
 mod lend;
 mod library;
@@ -32,13 +33,14 @@ use super::{Device, Place, Space, Tensor, Work};
 use crate::arena::{Bytes, View};
 use crate::clock::Elapsed;
 use crate::error::RuntimeError;
-use args::{Args, Call, Product, Span, Step, Types};
+use args::{Args, Call, Calls, Product, Span, Step, Types};
 use cudarc::driver::{
     CudaContext, CudaEvent, CudaFunction, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg,
     result, sys,
 };
 use ir::program::{InstrKind, Program, RoleProgram};
 use ir::{OpKind, StreamId};
+use joined::Joined;
 use library::{Gpu, failed};
 use ops::{Op, Part};
 use products::{Products, WORKSPACE};
@@ -47,6 +49,8 @@ use std::sync::Arc;
 
 // SAFETY: plain numbers, laid out as the kernels' `Args`.
 unsafe impl DeviceRepr for Args {}
+// SAFETY: plain numbers, laid out as the kernels' `Calls`.
+unsafe impl DeviceRepr for Calls {}
 
 /// Arenas and streams of a rank on a GPU.
 pub struct Cuda {
@@ -59,6 +63,8 @@ pub struct Cuda {
     functions: HashMap<(&'static str, Types), CudaFunction>,
     /// cuBLASLt, where it is there and wanted.
     products: Option<Products>,
+    /// Bytes of the GPU's memory that tables of joined works take.
+    kept_bytes: u64,
 }
 
 /// A stream, and its memory for what lies between kernels.
@@ -72,6 +78,8 @@ struct Lane {
     written: Vec<(Pinned, CudaEvent)>,
     /// The memory that the library works in, where the stream multiplied matrices.
     workspace: Option<Block>,
+    /// Works that came together.
+    joined: Vec<Arc<Joined>>,
 }
 
 /// Memory of the GPU.
@@ -197,12 +205,13 @@ pub fn check(program: &Program) -> Result<(), RuntimeError> {
 }
 
 /// Most bytes of the GPU's memory that a rank of a role takes beside its arena: workspaces and
-/// scratch of the streams that compute. Copies of operands that overlap results are not in it.
+/// scratch of the streams that compute, and tables of what is joined. Copies of operands that
+/// overlap results are not in it.
 pub fn beside_arena(role: &RoleProgram) -> u64 {
     let instructions = role.templates.iter().flat_map(|t| &t.instructions);
     let computes = instructions.filter(|i| matches!(i.kind, InstrKind::Compute { .. }));
     let streams: BTreeSet<StreamId> = computes.map(|i| i.stream).collect();
-    (streams.len() * (WORKSPACE + ops::SCRATCH)) as u64
+    (streams.len() * (WORKSPACE + ops::SCRATCH)) as u64 + joined::kept_bytes(role)
 }
 
 impl Cuda {
@@ -241,6 +250,7 @@ impl Cuda {
             own,
             functions: HashMap::new(),
             products,
+            kept_bytes: 0,
         })
     }
 
@@ -304,6 +314,7 @@ impl Cuda {
                 outgrown: Vec::new(),
                 written: Vec::new(),
                 workspace: None,
+                joined: Vec::new(),
             };
             self.lanes.insert(stream, lane);
         }
@@ -379,31 +390,80 @@ impl Cuda {
         }
     }
 
+    /// Has the host write so many bytes, which the stream copies to the GPU.
+    fn send(
+        &mut self,
+        stream: StreamId,
+        to: u64,
+        len: usize,
+        write: &mut dyn FnMut(&mut [u8]) -> Result<(), RuntimeError>,
+    ) -> Result<(), RuntimeError> {
+        let context = Arc::clone(&self.gpu.context);
+        let lane = self.lane(stream)?;
+        // A block whose copy is done, else one more: as many as copies that are on their way.
+        let mut block = None;
+        for (i, (pinned, copied)) in lane.written.iter().enumerate() {
+            if pinned.len >= len && is_over(copied)? {
+                block = Some(i);
+                break;
+            }
+        }
+        let mut pinned = match block {
+            Some(i) => lane.written.swap_remove(i).0,
+            None => Pinned::new(&context, len.next_power_of_two())?,
+        };
+        let place = Place {
+            space: Space::Host,
+            start: 0,
+            len,
+        };
+        // SAFETY: the block has the bytes, and no copy of it is left.
+        let bytes = unsafe { pinned.bytes_mut(place) };
+        bytes.fill(0);
+        write(bytes)?;
+        // SAFETY: the block stays where it is until the event is over, and the target has the bytes.
+        let copied = unsafe { result::memcpy_htod_async(to, bytes, lane.stream.cu_stream()) };
+        let event = copied.and_then(|()| lane.stream.record_event(None));
+        let event = event.map_err(|e| failed("writing the GPU's memory", e))?;
+        lane.written.push((pinned, event));
+        Ok(())
+    }
+
     fn call(&mut self, stream: StreamId, call: &Call) -> Result<(), RuntimeError> {
+        self.start(stream, (call, call.kernel), call.grid, &*call.args)
+    }
+
+    /// Launches a kernel of a call's file, for its types and with its threads.
+    fn start<T: DeviceRepr>(
+        &mut self,
+        stream: StreamId,
+        (call, kernel): (&Call, &'static str),
+        [x, y, z]: [u32; 3],
+        parameter: &T,
+    ) -> Result<(), RuntimeError> {
         let on = Arc::clone(&self.lane(stream)?.stream);
-        let key = (call.kernel, call.types);
+        let key = (kernel, call.types);
         let function = match self.functions.get(&key) {
             Some(function) => function,
             None => {
                 let module = self.gpu.module(call)?;
-                let found = module.load_function(call.kernel);
-                let found = found.map_err(|e| failed(call.kernel, e))?;
+                let found = module.load_function(kernel);
+                let found = found.map_err(|e| failed(kernel, e))?;
                 allow_shared(&found, call)?;
                 self.functions.entry(key).or_insert(found)
             }
         };
-        let [x, y, z] = call.grid;
         let config = LaunchConfig {
             grid_dim: (x, y, z),
             block_dim: (call.threads, 1, 1),
             shared_mem_bytes: call.shared,
         };
         let mut launch = on.launch_builder(function);
-        launch.arg(&*call.args);
+        launch.arg(parameter);
         // SAFETY: every kernel has this one parameter, and keeps to its operands, which are in
         // memory of this device.
         let launched = unsafe { launch.launch(config) };
-        launched.map(|_| ()).map_err(|e| failed(call.kernel, e))
+        launched.map(|_| ()).map_err(|e| failed(kernel, e))
     }
 
     fn compute(
@@ -425,30 +485,12 @@ impl Cuda {
             has_library: self.products.is_some(),
         };
         named.check()?;
-        // Operands that overlap results are copied first, but for updates, whose old values go
-        // where the new ones will be.
         let mut copies = Vec::new();
         let mut scratch = named.scratch_bytes();
-        for (i, part) in x.iter().enumerate() {
-            if let Some(&(_, o)) = kind.in_place().iter().find(|p| p.0 == i) {
-                if part.span != y[o].span {
-                    copies.push((i, None));
-                }
-                continue;
-            }
-            let overlaps = |y: &Part<'_>| {
-                part.span.at < y.span.at + y.span.bytes
-                    && y.span.at < part.span.at + part.span.bytes
-            };
-            let shares = |y: &Part<'_>| {
-                let same_lengths = part.local.elements() == y.local.elements();
-                part.span == y.span
-                    && part.local.dtype == y.local.dtype
-                    && ops::may_share(kind, i, same_lengths)
-            };
-            if y.iter().any(|y| overlaps(y) && !shares(y)) {
-                copies.push((i, Some(scratch)));
-                scratch += (part.span.bytes as usize).next_multiple_of(256);
+        for (i, is_in_place) in named.copied() {
+            copies.push((i, (!is_in_place).then_some(scratch)));
+            if !is_in_place {
+                scratch += (x[i].span.bytes as usize).next_multiple_of(256);
             }
         }
         let base = self.reserve(stream, scratch)?;
@@ -486,7 +528,7 @@ impl Cuda {
         self.run(stream, &steps)?;
         let multiplies = steps.iter().any(|s| matches!(s, Step::Product(_)));
         let workspace = if multiplies { WORKSPACE } else { 0 };
-        Ok((scratch - ops::SCRATCH + workspace) as u64)
+        Ok((scratch - ops::SCRATCH + workspace) as u64 + self.kept_bytes)
     }
 }
 
@@ -563,38 +605,7 @@ impl Device for Cuda {
         if at.space != Space::Device || at.len == 0 {
             return self.update(stream, at, write);
         }
-        let (context, to) = (
-            Arc::clone(&self.gpu.context),
-            self.device.at + at.start as u64,
-        );
-        let lane = self.lane(stream)?;
-        // A block whose copy is done, else one more: as many as copies that are on their way.
-        let mut block = None;
-        for (i, (pinned, copied)) in lane.written.iter().enumerate() {
-            if pinned.len >= at.len && is_over(copied)? {
-                block = Some(i);
-                break;
-            }
-        }
-        let mut pinned = match block {
-            Some(i) => lane.written.swap_remove(i).0,
-            None => Pinned::new(&context, at.len.next_power_of_two())?,
-        };
-        let place = Place {
-            space: Space::Host,
-            start: 0,
-            len: at.len,
-        };
-        // SAFETY: the block has the bytes, and no copy of it is left.
-        let bytes = unsafe { pinned.bytes_mut(place) };
-        bytes.fill(0);
-        write(bytes)?;
-        // SAFETY: the block stays where it is until the event is over, and the arena has the bytes.
-        let copied = unsafe { result::memcpy_htod_async(to, bytes, lane.stream.cu_stream()) };
-        let event = copied.and_then(|()| lane.stream.record_event(None));
-        let event = event.map_err(|e| failed("writing the GPU's memory", e))?;
-        lane.written.push((pinned, event));
-        Ok(())
+        self.send(stream, self.device.at + at.start as u64, at.len, write)
     }
 
     fn launch(&mut self, stream: StreamId, work: &Work<'_>) -> Result<u64, RuntimeError> {
@@ -637,10 +648,27 @@ impl Device for Cuda {
                 let output = self.part(&output)?;
                 (vec![ops::fill(value, output)], Some(output))
             }
+            Work::Copy { from, to } => return self.copy(stream, from, to).map(|()| 0),
         };
         steps.extend(output.and_then(ops::pad));
         self.run(stream, &steps)?;
         Ok(0)
+    }
+
+    fn joins(&self) -> bool {
+        true
+    }
+
+    fn launch_all(&mut self, stream: StreamId, works: &[Work<'_>]) -> Result<u64, RuntimeError> {
+        self.bind()?;
+        if self.launch_joined(stream, works)? {
+            return Ok(self.kept_bytes);
+        }
+        let mut most = 0;
+        for work in works {
+            most = most.max(self.launch(stream, work)?);
+        }
+        Ok(most)
     }
 
     fn copy(&mut self, stream: StreamId, from: Place, to: Place) -> Result<(), RuntimeError> {

@@ -160,6 +160,210 @@ fn losses_keep_what_is_no_number() {
     }
 }
 
+/// A work of a test, with its operands' and results' places.
+enum Many {
+    Op(OpKind, [Vec<(Local, Place)>; 2]),
+    Fill(f32, Local, Place),
+    Copy(Place, Place),
+}
+
+/// Works of one kind on tensors of several lengths, one with padding: of a few elements, of eights
+/// and others, of several blocks.
+fn many(kind: &str, t: DType) -> Vec<Many> {
+    let mut free = 0;
+    let mut place = |local: &Local| {
+        let start = free;
+        free = (free + local.bytes()).next_multiple_of(256);
+        let (space, len) = (Space::Device, local.bytes());
+        Place { space, start, len }
+    };
+    let scalar = Local::whole(DType::F32, &[]);
+    let coefficient = (scalar.clone(), place(&scalar));
+    let mut one = |lens: &[u64], decay: f64| {
+        let mut made = |dtype: DType| {
+            let mut local = Local::whole(dtype, lens);
+            if let [rows, 3] = lens {
+                local.ranges[0].valid = rows - 2;
+            }
+            (local.clone(), place(&local))
+        };
+        match kind {
+            "fill" => {
+                let (local, at) = made(t);
+                Many::Fill(decay as f32, local, at)
+            }
+            "copy" => Many::Copy(made(DType::F32).1, made(DType::F32).1),
+            "cast" => Many::Op(
+                OpKind::Cast { dtype: t },
+                [vec![made(DType::F32)], vec![made(t)]],
+            ),
+            "accumulate" => Many::Op(
+                OpKind::Accumulate { dtype: DType::F32 },
+                [vec![made(t)], vec![made(DType::F32)]],
+            ),
+            "squares" => {
+                let x = made(t);
+                Many::Op(
+                    OpKind::SumSquares,
+                    [vec![x], vec![(scalar.clone(), place(&scalar))]],
+                )
+            }
+            "sgd" => {
+                let [p, g, b] = [DType::F32, t, DType::F32].map(&mut made);
+                let (momentum, weight_decay) = (0.9, decay);
+                Many::Op(
+                    OpKind::Sgd {
+                        momentum,
+                        weight_decay,
+                    },
+                    [
+                        vec![p.clone(), g, b.clone(), coefficient.clone()],
+                        vec![p, b],
+                    ],
+                )
+            }
+            _ => {
+                let [p, g, m, v] = [DType::F32, t, DType::F32, DType::F32].map(&mut made);
+                let adam = OpKind::AdamW {
+                    beta1: 0.9,
+                    beta2: 0.95,
+                    eps: 1e-8,
+                    weight_decay: decay,
+                };
+                let state = [p.clone(), m.clone(), v.clone()];
+                Many::Op(
+                    adam,
+                    [vec![p, g, m, v, coefficient.clone()], state.to_vec()],
+                )
+            }
+        }
+    };
+    [
+        (&[7][..], 0.0),
+        (&[8], 0.1),
+        (&[5000], 0.1),
+        (&[10, 3], 0.0),
+        (&[64, 96], 0.1),
+        (&[2056], 0.2),
+        (&[1], 0.0),
+    ]
+    .map(|(lens, decay)| one(lens, decay))
+    .into()
+}
+
+/// The bytes that works leave on a GPU in two steps, put on a stream at once or one by one, and how
+/// many launches they are at once.
+fn played(all: &[Many], at_once: bool) -> (Vec<u8>, Vec<usize>) {
+    let bytes = 1 << 18;
+    let whole = Place {
+        space: Space::Device,
+        start: 0,
+        len: bytes,
+    };
+    let stream = StreamId(1);
+    let mut gpu = Cuda::new(0, bytes, 0).expect("the emulated GPU opens");
+    gpu.update(stream, whole, &mut |to| {
+        // Sound numbers of both types, none negative: AdamW takes a root.
+        for (i, word) in to.chunks_exact_mut(4).enumerate() {
+            let x = half::bf16::from_f32((i % 97 + 1) as f32 / 64.0).to_le_bytes();
+            word[..2].copy_from_slice(&x);
+            word[2..].copy_from_slice(&x);
+        }
+        Ok(())
+    })
+    .expect("it is written");
+    let tensors: Vec<[Vec<Tensor<'_>>; 2]> = all
+        .iter()
+        .map(|work| match work {
+            Many::Op(_, lists) => lists.each_ref().map(|list| {
+                let all = list.iter();
+                all.map(|(local, at)| Tensor { local, at: *at }).collect()
+            }),
+            _ => [Vec::new(), Vec::new()],
+        })
+        .collect();
+    for step in 0..2 {
+        let context = crate::execute::Context {
+            lr: 0.5 / (step + 1) as f64,
+            updates: 3 + step,
+            ..context()
+        };
+        let works: Vec<Work<'_>> = all
+            .iter()
+            .zip(&tensors)
+            .map(|(work, [inputs, outputs])| match work {
+                Many::Op(op, _) => Work::Compute {
+                    path: "a.test",
+                    op,
+                    inputs,
+                    outputs,
+                    context: &context,
+                },
+                Many::Fill(value, local, at) => Work::Fill {
+                    value: *value,
+                    output: Tensor { local, at: *at },
+                },
+                Many::Copy(from, to) => Work::Copy {
+                    from: *from,
+                    to: *to,
+                },
+            })
+            .collect();
+        match at_once {
+            true => drop(gpu.launch_all(stream, &works).expect("they run")),
+            false => works.iter().for_each(|w| {
+                gpu.launch(stream, w).expect("it runs");
+            }),
+        }
+    }
+    let joined = gpu.lanes.values().flat_map(|lane| &lane.joined);
+    let launches = joined.map(|j| j.n_launches()).collect();
+    (
+        gpu.read(stream, whole).expect("it is read").to_vec(),
+        launches,
+    )
+}
+
+#[test]
+fn works_that_are_joined_give_the_bits_of_each_alone() {
+    if !is_emulated("device::cuda::tests::works_that_are_joined_give_the_bits_of_each_alone") {
+        return;
+    }
+    // The tensor with padding is padded by itself.
+    for (kind, launches) in [
+        ("fill", 2),
+        ("copy", 1),
+        ("cast", 2),
+        ("accumulate", 2),
+        ("squares", 2),
+        ("sgd", 3),
+        ("adam_w", 4),
+    ] {
+        for t in [DType::F32, DType::Bf16] {
+            let all = many(kind, t);
+            let (single, none) = played(&all, false);
+            let (joined, made) = played(&all, true);
+            assert_eq!(none, [0; 0]);
+            // One table, which the second step found again.
+            assert_eq!(made, [launches], "{kind} of {t:?}");
+            let off = single.iter().zip(&joined).position(|(a, b)| a != b);
+            assert_eq!(off, None, "{kind} of {t:?}: a byte differs");
+            assert_ne!(single, played(&[], false).0, "{kind} did nothing");
+        }
+    }
+    // Too few, and what overlaps its result, are put there one by one.
+    let few = many("fill", DType::F32);
+    assert!(played(&few[..3], true).1.is_empty());
+    let mut shifted = many("cast", DType::F32);
+    if let Some(Many::Op(_, [x, y])) = shifted.first_mut() {
+        let start = x[0].1.start + 4;
+        y[0].1 = Place { start, ..x[0].1 };
+    }
+    let (single, _) = played(&shifted, false);
+    let (joined, made) = played(&shifted, true);
+    assert_eq!((single == joined, made.is_empty()), (true, true));
+}
+
 /// So many elements that threads have several under way, in an order that no words follow.
 #[test]
 fn many_elements_are_moved() {

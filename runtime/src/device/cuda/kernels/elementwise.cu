@@ -57,17 +57,18 @@ template <int N> DEVICE void function_of_two(int f, float *v, const float *w) {
 }
 
 // y = f(x): n = elements, function; f = factor.
-KERNEL(unary) {
+JOINED_KERNEL(unary) {
     In<T0> x(a.x[0]);
     Out<O0> y(a.y[0]);
     const int f = (int)a.n[1];
     const float by = (float)a.f[0];
+    const i64 n = a.n[0];
     float v[8];
     if (WIDE) {
-        FOR_PAIRS(first, a.n[0] / 8) {
+        FOR_MY_PAIRS(first, n / 8) {
             Eight<T0> from[AT_ONCE];
-            FOR_BOTH(k, i, first, a.n[0] / 8) from[k] = take8(x, 8 * i);
-            FOR_BOTH(k, i, first, a.n[0] / 8) {
+            FOR_BOTH(k, i, first, n / 8) from[k] = take8(x, 8 * i);
+            FOR_BOTH(k, i, first, n / 8) {
                 widen8(from[k], v);
                 function_of_one<8>(f, v, by);
                 store8(y, 8 * i, v);
@@ -75,7 +76,7 @@ KERNEL(unary) {
         }
         return;
     }
-    FOR_EACH(i, a.n[0]) {
+    FOR_MINE(i, n) {
         v[0] = x[i];
         function_of_one<1>(f, v, by);
         y.set(i, v[0]);
@@ -139,20 +140,21 @@ KERNEL(scale_rows) {
 }
 
 // y += x: n = elements.
-KERNEL(accumulate) {
+JOINED_KERNEL(accumulate) {
     In<T0> x(a.x[0]);
     Out<O0> y(a.y[0]);
+    const i64 n = a.n[0];
     if (WIDE) {
         In<O0> before(a.y[0]);
-        FOR_PAIRS(first, a.n[0] / 8) {
+        FOR_MY_PAIRS(first, n / 8) {
             Eight<O0> old[AT_ONCE];
             Eight<T0> more[AT_ONCE];
             float v[8], w[8];
-            FOR_BOTH(k, i, first, a.n[0] / 8) {
+            FOR_BOTH(k, i, first, n / 8) {
                 old[k] = take8(before, 8 * i);
                 more[k] = take8(x, 8 * i);
             }
-            FOR_BOTH(k, i, first, a.n[0] / 8) {
+            FOR_BOTH(k, i, first, n / 8) {
                 widen8(old[k], v);
                 widen8(more[k], w);
                 for (int j = 0; j < 8; j++) v[j] += w[j];
@@ -161,19 +163,20 @@ KERNEL(accumulate) {
         }
         return;
     }
-    FOR_EACH(i, a.n[0]) y.set(i, y[i] + x[i]);
+    FOR_MINE(i, n) y.set(i, y[i] + x[i]);
 }
 
 // y = a number: n = elements; f = the number.
-KERNEL(fill) {
+JOINED_KERNEL(fill) {
     Out<O0> y(a.y[0]);
     const float v = (float)a.f[0];
+    const i64 n = a.n[0];
     if (WIDE) {
         const float all[8] = {v, v, v, v, v, v, v, v};
-        FOR_EACH(i, a.n[0] / 8) store8(y, 8 * i, all);
+        FOR_MINE(i, n / 8) store8(y, 8 * i, all);
         return;
     }
-    FOR_EACH(i, a.n[0]) y.set(i, v);
+    FOR_MINE(i, n) y.set(i, v);
 }
 
 // The name of element `i` in the whole tensor, by which random numbers are drawn.

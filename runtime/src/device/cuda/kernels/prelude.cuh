@@ -26,6 +26,12 @@ struct Span {
     u64 bytes;
 };
 
+// What changes from step to step: learning rate, and updates that were made before.
+struct Now {
+    double lr;
+    i64 updates;
+};
+
 // `Args` of args.rs has the same fields in the same order.
 struct Args {
     Span x[8];
@@ -33,13 +39,24 @@ struct Args {
     i64 n[64];
     double f[8];
     float table[128];
+    Now now;
+};
+
+// The parameter of a launch that makes many calls at once, also that of args.rs: their parameters,
+// which are in memory, the blocks of all up to each, and their number. They have one `now`.
+struct Calls {
+    Span args;
+    Span ends;
+    i64 n;
+    Now now;
 };
 
 #ifdef __EMULATED_CUDA__
-#define KERNEL(name) EMULATED_KERNEL(name, Args)
+#define ENTRY(name, Parameter) EMULATED_KERNEL(name, Parameter)
 #else
-#define KERNEL(name) extern "C" __global__ void name(const Args a)
+#define ENTRY(name, Parameter) extern "C" __global__ void name(const Parameter a)
 #endif
+#define KERNEL(name) ENTRY(name, Args)
 
 DEVICE float widen(f32 x) { return x; }
 DEVICE float widen(double x) { return (float)x; }
@@ -84,7 +101,7 @@ template <class T> struct Part {
     Part(Span s) {
         count = s.bytes / sizeof(T);
         p = (T *)emulated_block->span(s.at, s.bytes);
-        if ((u64)p % sizeof(T) != 0) emulated_block->fail("misaligned address, of bytes", s.at, s.bytes);
+        if ((u64)p % alignof(T) != 0) emulated_block->fail("misaligned address, of bytes", s.at, s.bytes);
     }
     T &at(i64 i) const {
         if ((u64)i >= count) emulated_block->fail("out of bounds: element, of", (u64)i, count);
@@ -191,10 +208,10 @@ template <class T> DEVICE void store8(const Out<T> &y, i64 i, const float *v) {
 // A thread takes two eights at a time, so far apart as there are threads: one alone would leave the
 // memory waiting. `first` begins at the thread's first eight, of `n`; then `at` is one of the two.
 #define AT_ONCE 2
-#define FOR_PAIRS(first, n)                                                                      \
-    for (i64 first = (i64)blockIdx.x * blockDim.x + threadIdx.x,                                 \
-             apart = (i64)gridDim.x * blockDim.x;                                                \
+#define FOR_PAIRS_OF(block, blocks, first, n)                                                    \
+    for (i64 first = (i64)(block) * blockDim.x + threadIdx.x, apart = (i64)(blocks) * blockDim.x; \
          first < (n); first += AT_ONCE * apart)
+#define FOR_PAIRS(first, n) FOR_PAIRS_OF(blockIdx.x, gridDim.x, first, n)
 #define FOR_BOTH(k, at, first, n)                                                                \
     _Pragma("unroll") for (int k = 0; k < AT_ONCE; k++)                                          \
         if (const i64 at = first + k * apart; at < (n))
@@ -210,9 +227,47 @@ DEVICE i64 divide(i64 n, i64 by, i64 &rest) {
     return n / by;
 }
 
-#define FOR_EACH(i, n)                                                                           \
-    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < (n);                            \
-         i += (i64)gridDim.x * blockDim.x)
+#define FOR_EACH_OF(block, blocks, i, n)                                                         \
+    for (i64 i = (i64)(block) * blockDim.x + threadIdx.x; i < (n); i += (i64)(blocks) * blockDim.x)
+#define FOR_EACH(i, n) FOR_EACH_OF(blockIdx.x, gridDim.x, i, n)
+
+// A kernel `name`, and `name_all` for many calls of it in one launch: every call has the blocks
+// that it would have alone, so that both give the same bits. The body has the call's parameter `a`
+// (which may lie in memory, so what is needed again and again is copied first), `now`, and in `grid`
+// its block and how many blocks the call has; it goes over its elements by the macros below.
+struct Grid {
+    u32 block, blocks;
+};
+#define FOR_MINE(i, n) FOR_EACH_OF(grid.block, grid.blocks, i, n)
+#define FOR_MY_PAIRS(first, n) FOR_PAIRS_OF(grid.block, grid.blocks, first, n)
+#define JOINED_KERNEL(name)                                                                      \
+    DEVICE void name##_body(const Args &a, const Now &now, const Grid grid);                     \
+    ENTRY(name, Args) {                                                                          \
+        const Grid grid = {blockIdx.x, gridDim.x};                                               \
+        name##_body(a, a.now, grid);                                                             \
+    }                                                                                            \
+    ENTRY(name##_all, Calls) {                                                                   \
+        Grid grid;                                                                               \
+        const Args &call = call_of(a, grid);                                                     \
+        name##_body(call, a.now, grid);                                                          \
+    }                                                                                            \
+    DEVICE void name##_body(const Args &a, const Now &now, const Grid grid)
+
+// The call that this block is part of: the first one whose blocks end behind it.
+DEVICE const Args &call_of(const Calls &all, Grid &grid) {
+    const In<Args> args(all.args);
+    const In<u32> ends(all.ends);
+    i64 low = 0, high = all.n - 1;
+    while (low < high) {
+        const i64 middle = (low + high) / 2;
+        if (ends.at(middle) <= blockIdx.x) low = middle + 1;
+        else high = middle;
+    }
+    const u32 begin = low > 0 ? ends.at(low - 1) : 0;
+    grid.block = blockIdx.x - begin;
+    grid.blocks = ends.at(low) - begin;
+    return args.at(low);
+}
 
 #define INFINITE __uint_as_float(0x7f800000u)
 #define NOT_A_NUMBER __uint_as_float(0x7fc00000u)

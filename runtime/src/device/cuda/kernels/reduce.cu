@@ -71,32 +71,34 @@ KERNEL(members_log_sum_exp) {
 }
 
 // A block's part of a sum of squares goes to its place in the scratch memory y: n = elements.
-KERNEL(squares) {
+JOINED_KERNEL(squares) {
     In<T0> x(a.x[0]);
     Out<double> y(a.y[0]);
+    const i64 n = a.n[0];
     double sum = 0;
     if (WIDE) {
-        FOR_EACH(i, a.n[0] / 8) {
+        FOR_MINE(i, n / 8) {
             float v[8];
             load8(x, 8 * i, v);
             for (int k = 0; k < 8; k++) sum += (double)v[k] * v[k];
         }
     } else {
-        FOR_EACH(i, a.n[0]) {
+        FOR_MINE(i, n) {
             double v = x[i];
             sum += v * v;
         }
     }
     sum = block_sum(sum);
-    if (threadIdx.x == 0) y.raw(blockIdx.x, sum);
+    if (threadIdx.x == 0) y.raw(grid.block, sum);
 }
 
 // And the parts to their sum, by one block: n = parts.
-KERNEL(sum_parts) {
+JOINED_KERNEL(sum_parts) {
     In<double> x(a.x[0]);
     Out<O0> y(a.y[0]);
+    const i64 n = a.n[0];
     double sum = 0;
-    for (i64 i = threadIdx.x; i < a.n[0]; i += blockDim.x) sum += x.raw(i);
+    for (i64 i = threadIdx.x; i < n; i += blockDim.x) sum += x.raw(i);
     sum = block_sum(sum);
     if (threadIdx.x == 0) y.set(0, (float)sum);
 }

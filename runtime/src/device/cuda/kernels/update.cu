@@ -57,9 +57,9 @@ KERNEL(update_loss_scale) {
 }
 
 // p, m and v in place from g and the coefficient, as torch.optim.AdamW. A coefficient that is no
-// number changes nothing. n = elements, whether operand 5 has the number of updates done, else
-// this number; f = learning rate, beta1, beta2, eps, weight decay.
-KERNEL(adam_w) {
+// number changes nothing. n = elements, whether operand 5 has the number of updates done; f = beta1,
+// beta2, eps, weight decay.
+JOINED_KERNEL(adam_w) {
     In<T1> g(a.x[1]);
     In<f32> coefficient(a.x[4]);
     Out<O0> p(a.y[0]);
@@ -67,22 +67,23 @@ KERNEL(adam_w) {
     Out<O2> v(a.y[2]);
     const float c = coefficient[0];
     if (!(c - c == 0.0f)) return;
-    double done = (double)a.n[2];
+    double done = (double)now.updates;
     if (a.n[1]) {
         In<f32> updates(a.x[5]);
         done = (double)(i64)updates[0];
     }
-    const double step = done + 1.0, lr = a.f[0];
-    const float decay = (float)(1.0 - lr * a.f[4]), eps = (float)a.f[3];
-    const float beta1 = (float)a.f[1], weight1 = (float)(1.0 - a.f[1]);
-    const float beta2 = (float)a.f[2], weight2 = (float)(1.0 - a.f[2]);
-    const float root = (float)sqrt(1.0 - pow(a.f[2], step));
-    const float size = (float)(lr / (1.0 - pow(a.f[1], step)));
+    const i64 n = a.n[0];
+    const double step = done + 1.0, lr = now.lr;
+    const float decay = (float)(1.0 - lr * a.f[3]), eps = (float)a.f[2];
+    const float beta1 = (float)a.f[0], weight1 = (float)(1.0 - a.f[0]);
+    const float beta2 = (float)a.f[1], weight2 = (float)(1.0 - a.f[1]);
+    const float root = (float)sqrt(1.0 - pow(a.f[1], step));
+    const float size = (float)(lr / (1.0 - pow(a.f[0], step)));
     if (WIDE) {
         In<O0> old_p(a.y[0]);
         In<O1> old_m(a.y[1]);
         In<O2> old_v(a.y[2]);
-        FOR_EACH(j, a.n[0] / 8) {
+        FOR_MINE(j, n / 8) {
             float gs[8], ps[8], ms[8], vs[8];
             load8(g, 8 * j, gs);
             load8(old_p, 8 * j, ps);
@@ -100,7 +101,7 @@ KERNEL(adam_w) {
         }
         return;
     }
-    FOR_EACH(i, a.n[0]) {
+    FOR_MINE(i, n) {
         float gi = c * g[i], mi = m[i], vi = v[i];
         // torch.lerp starts from the nearer end.
         mi = weight1 < 0.5f ? mi + weight1 * (gi - mi) : gi - (gi - mi) * beta1;
@@ -112,16 +113,17 @@ KERNEL(adam_w) {
 }
 
 // p and its buffer in place from g and the coefficient, as torch.optim.SGD: n = elements; f =
-// learning rate, momentum, weight decay.
-KERNEL(sgd) {
+// momentum, weight decay.
+JOINED_KERNEL(sgd) {
     In<T1> g(a.x[1]);
     In<f32> coefficient(a.x[3]);
     Out<O0> p(a.y[0]);
     Out<O1> buffer(a.y[1]);
     const float c = coefficient[0];
     if (!(c - c == 0.0f)) return;
-    const float lr = (float)a.f[0], momentum = (float)a.f[1], decay = (float)a.f[2];
-    FOR_EACH(i, a.n[0]) {
+    const i64 n = a.n[0];
+    const float lr = (float)now.lr, momentum = (float)a.f[0], decay = (float)a.f[1];
+    FOR_MINE(i, n) {
         float old = p[i], b = momentum * buffer[i] + (c * g[i] + decay * old);
         buffer.set(i, b);
         p.set(i, old - lr * b);

@@ -8,7 +8,8 @@ mod movement;
 mod rows;
 mod update;
 
-pub(super) use movement::{fill, lay, lift, pack, pad, slice, unpack};
+pub(super) use movement::{fill, lay, lift, pack, pad, slice, unpack, words};
+pub(super) use update::now;
 
 use super::args::{Span, Step, type_name};
 use crate::error::RuntimeError;
@@ -102,6 +103,34 @@ impl Op<'_> {
             _ => self.rows_scratch(),
         };
         bytes.next_multiple_of(256).max(SCRATCH)
+    }
+
+    /// The operands that are copied first, and whether that is to the place of their result: updates
+    /// write where the old value is, and others that overlap a result are read when it is written.
+    pub fn copied(&self) -> Vec<(usize, bool)> {
+        let mut copied = Vec::new();
+        for (i, part) in self.x.iter().enumerate() {
+            if let Some(&(_, o)) = self.kind.in_place().iter().find(|p| p.0 == i) {
+                if part.span != self.y[o].span {
+                    copied.push((i, true));
+                }
+                continue;
+            }
+            let overlaps = |y: &Part<'_>| {
+                part.span.at < y.span.at + y.span.bytes
+                    && y.span.at < part.span.at + part.span.bytes
+            };
+            let shares = |y: &Part<'_>| {
+                let same_lengths = part.local.elements() == y.local.elements();
+                part.span == y.span
+                    && part.local.dtype == y.local.dtype
+                    && may_share(self.kind, i, same_lengths)
+            };
+            if self.y.iter().any(|y| overlaps(y) && !shares(y)) {
+                copied.push((i, false));
+            }
+        }
+        copied
     }
 
     /// The calls that compute it. Padding of the results may become anything.
@@ -201,7 +230,7 @@ pub(super) fn has_kernel(kind: &OpKind) -> bool {
 
 /// Whether an operand may lie exactly where the result will: each thread reads the elements that
 /// it writes, and no others.
-pub(super) fn may_share(kind: &OpKind, operand: usize, same_lengths: bool) -> bool {
+fn may_share(kind: &OpKind, operand: usize, same_lengths: bool) -> bool {
     match kind {
         OpKind::Layout => true,
         OpKind::Unary { .. } | OpKind::Dropout { .. } => true,

@@ -230,6 +230,17 @@ pub(crate) fn fill(value: f32, part: Part<'_>) -> Step {
     Step::Call(call.f(&[value.into()]).by_eights(n, n))
 }
 
+/// Bytes to others that they do not overlap, by words of four; none where they are no such words.
+pub(crate) fn words(from: Span, to: Span) -> Option<Step> {
+    let is_words = |n: u64| n.is_multiple_of(4);
+    if ![from.at, to.at, from.bytes].into_iter().all(is_words) {
+        return None;
+    }
+    let n = (from.bytes / 4) as usize;
+    let call = Call::each(MOVEMENT, "words", n).n(0, &[n as i64]);
+    Some(Step::Call(call.x(0, (from, "u32")).y(0, (to, "u32"))))
+}
+
 /// Piece `index` of `len` elements along a dim, zeros past the operand's end.
 fn cut(local: &Local, dim: usize, index: usize, len: usize) -> Vec<Dim> {
     let dims = local.dims();

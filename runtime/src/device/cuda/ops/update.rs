@@ -1,7 +1,8 @@
 //! The end of a step: squares, norm, clipping, loss scale and updates.
 
-use super::super::args::{Call, REDUCE, Span, Step, UPDATE};
+use super::super::args::{Call, Now, REDUCE, Span, Step, UPDATE};
 use super::{Op, SCRATCH, Steps};
+use crate::execute::Context;
 use ir::OpKind;
 
 /// Operands of a call that adds up scalars.
@@ -9,6 +10,14 @@ const AT_ONCE: usize = 8;
 /// Blocks that share a sum of squares.
 const MOST_PARTS: usize = SCRATCH / 8;
 const THREADS: u32 = 256;
+
+/// The facts of a step that updates need.
+pub(crate) fn now(context: &Context) -> Now {
+    Now {
+        lr: context.lr,
+        updates: context.updates as i64,
+    }
+}
 
 impl Op<'_> {
     pub(super) fn updates(&self) -> Steps {
@@ -33,10 +42,10 @@ impl Op<'_> {
             } => {
                 let n = self.y[0].elements();
                 let is_given = i64::from(self.x.len() > 5);
-                let numbers = [n as i64, is_given, self.context.updates as i64];
-                let call = self.all(Call::each(UPDATE, "adam_w", n)).n(0, &numbers);
-                let call = call.f(&[self.context.lr, *beta1, *beta2, *eps, *weight_decay]);
-                call.by_eights(n, n)
+                let call = self.all(Call::each(UPDATE, "adam_w", n));
+                let call = call.n(0, &[n as i64, is_given]).now(now(self.context));
+                call.f(&[*beta1, *beta2, *eps, *weight_decay])
+                    .by_eights(n, n)
             }
             OpKind::Sgd {
                 momentum,
@@ -44,7 +53,7 @@ impl Op<'_> {
             } => {
                 let n = self.y[0].elements();
                 let call = self.all(Call::each(UPDATE, "sgd", n)).n(0, &[n as i64]);
-                call.f(&[self.context.lr, *momentum, *weight_decay])
+                call.f(&[*momentum, *weight_decay]).now(now(self.context))
             }
             _ => return Err(self.error("the CUDA backend has no kernel for it")),
         };
