@@ -24,6 +24,7 @@ pub fn passes<D: Device>(open: Open<'_, D>) {
     fills_leave_padding_zero(open);
     pieces_are_cut_and_put_together(open);
     ops_give_what_the_kernels_give(open);
+    works_at_once_give_what_each_gives(open);
     updates_find_the_old_value(open);
     a_stream_is_in_order(open);
     streams_wait_for_events(open);
@@ -416,6 +417,49 @@ fn ops_give_what_the_kernels_give<D: Device>(open: Open<'_, D>) {
     };
     let done = device.launch(FIRST, &work).and_then(|_| device.finish());
     assert!(done.is_err(), "an addition of one operand");
+}
+
+fn works_at_once_give_what_each_gives<D: Device>(open: Open<'_, D>) {
+    let mut device = open(64 * KIB, 0);
+    let lengths = [1u64, 7, 8, 300, 2056];
+    let mut locals: Vec<Local> = lengths
+        .iter()
+        .map(|&n| Local::whole(DType::F32, &[n]))
+        .collect();
+    // Of three rows the last one is padding.
+    locals.push(matrix(DType::F32, [2, 3], 4));
+    let mut start = 0;
+    let mut places = || {
+        let place = |local: &Local| {
+            let at = place(start, local.bytes());
+            start = (start + local.bytes()).next_multiple_of(256);
+            at
+        };
+        locals.iter().map(place).collect::<Vec<Place>>()
+    };
+    let (filled, copied) = (places(), places());
+    for round in 0..2 {
+        let value = |i: usize| (i + 10 * round) as f32 + 0.5;
+        let fill = |(i, &at): (usize, &Place)| Work::Fill {
+            value: value(i),
+            output: Tensor {
+                local: &locals[i],
+                at,
+            },
+        };
+        let fills: Vec<Work<'_>> = filled.iter().enumerate().map(fill).collect();
+        device.launch_all(FIRST, &fills).expect("fills");
+        let both = filled.iter().zip(&copied);
+        let copies: Vec<Work<'_>> = both.map(|(&from, &to)| Work::Copy { from, to }).collect();
+        device.launch_all(FIRST, &copies).expect("copies");
+        for (i, (local, &at)) in locals.iter().zip(&copied).enumerate() {
+            let mut expected = vec![0u64; local.bytes().div_ceil(8)];
+            let expected = &mut bytemuck::cast_slice_mut::<u64, u8>(&mut expected)[..local.bytes()];
+            narrow(DType::F32, &vec![value(i); local.elements()], expected);
+            local.zero_padding(expected);
+            assert_eq!(get(&device, at), expected, "round {round}, {i}");
+        }
+    }
 }
 
 fn updates_find_the_old_value<D: Device>(open: Open<'_, D>) {

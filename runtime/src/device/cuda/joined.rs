@@ -39,7 +39,7 @@ fn all_of(kernel: &str) -> Option<&'static str> {
 pub(super) enum Part {
     /// Calls of one kernel for the same types.
     All(&'static str, Vec<Call>),
-    /// What is done by itself.
+    /// A step that is done by itself.
     One(Box<Step>),
 }
 
@@ -98,12 +98,16 @@ pub(super) fn kept_bytes(role: &RoleProgram) -> u64 {
         let all = &template.instructions;
         let every: Vec<usize> = (0..all.len()).collect();
         for (i, n) in joined(role, all, &every, None).into_iter().enumerate() {
-            bytes += match &all[i].kind {
+            // Each copy of buffers that microbatches have by turns lies somewhere else.
+            let touched = all[i..i + n].iter().flat_map(|i| [i.reads(), i.writes()]);
+            let copies = touched.flatten().map(|b| role.buffer(b).slots()).max();
+            let once = match &all[i].kind {
                 InstrKind::Compute { kind, .. } if n > 1 => table(n) + n * scratch_bytes(kind),
                 InstrKind::WorldSum { inputs, .. } => table(inputs.len()),
                 _ if n > 1 => table(n),
                 _ => 0,
             };
+            bytes += once * copies.unwrap_or(1) as usize;
         }
     }
     bytes as u64
@@ -175,7 +179,7 @@ pub(super) struct Joined {
 
 /// One launch.
 enum Launch {
-    /// Of a kernel for many calls, of which this is one, in so many blocks.
+    /// A kernel for many calls, of which this is one, in so many blocks.
     All(&'static str, Box<Call>, u32, Calls),
     One(Box<Step>),
 }
@@ -292,6 +296,12 @@ impl Cuda {
         stream: StreamId,
         works: &[Work<'_>],
     ) -> Result<Option<Joined>, RuntimeError> {
+        // Before anything is allocated: to give memory back is to wait for the GPU.
+        for work in works {
+            if self.steps(work, 0)?.is_none() {
+                return Ok(None);
+            }
+        }
         let context = Arc::clone(&self.gpu.context);
         let scratch = |work: &Work<'_>| match work {
             Work::Compute { op, .. } => scratch_bytes(op),

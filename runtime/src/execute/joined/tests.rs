@@ -1,4 +1,4 @@
-//! What is joined, and what is not.
+//! Instructions that are joined, and some that are not.
 
 use super::*;
 use ir::program::{Buffer, BufferClass, Event, Instruction};
