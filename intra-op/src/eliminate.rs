@@ -637,7 +637,7 @@ impl Eliminated<'_> {
             self.eliminator.keep.len(),
             "one strategy per kept node"
         );
-        for (size, &s) in sizes.zip(kept) {
+        for (size, &s) in sizes.into_iter().zip(kept) {
             assert!((s as usize) < size, "a kept strategy exists");
             cell = cell * size + s as usize;
         }
