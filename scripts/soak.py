@@ -89,8 +89,8 @@ def main():
     base = ["run", "plan.json", "--data", "text.txt", "--processes=2", "--time-out", str(PATIENCE),
             "--checkpoint", "state", "--checkpoint-every", "10"]
     seen = dict(killed=0, stopped=0, both=0, named=0, to_name=0, hangs=0, codes={}, left=0,
-                damaged=0, idle=0)
-    delays, lost, began, state = [], [], time.time(), folder / "state"
+                damaged=0, training=0)
+    delays, lost, unnamed, began, state = [], [], [], time.time(), folder / "state"
     while seen["killed"] + seen["stopped"] < args.kills and time.time() - began < args.seconds:
         before = newest(state)[0] if state.exists() else 0
         go_on = ["--resume", "state"] if before else []
@@ -100,8 +100,17 @@ def main():
             run = subprocess.Popen([binary, *base, *go_on, "--steps", "100000000", "--metrics",
                                     "metrics.csv"], cwd=folder, stdout=subprocess.DEVNULL,
                                    stderr=errors)
-        # From before the processes have met to far into the training.
-        time.sleep(draw.choice([draw.uniform(0, 0.15), draw.uniform(0.1, 0.8)]))
+        # Before the processes have met, or in the training, where a busy machine comes to late: then
+        # from its first step on to some checkpoints later.
+        if draw.random() < 0.3:
+            time.sleep(draw.uniform(0, 0.15))
+        else:
+            trains, until = False, time.time() + 60
+            while not trains and run.poll() is None and time.time() < until:
+                time.sleep(0.005)
+                trains = metrics.exists() and metrics.read_text().count("\n") > 1
+            seen["training"] += trains
+            time.sleep(draw.uniform(0, 0.4))
         all_ = processes(folder)
         others = [p for p in all_ if p != run.pid]
         victims = [draw.choice([run.pid, *others])]
@@ -129,7 +138,10 @@ def main():
         words = " ".join((folder / "errors").read_text().split())
         if run.pid not in victims:
             seen["to_name"] += 1
-            seen["named"] += f"pid {victims[0]}" in words or "process 1" in words
+            named = f"pid {victims[0]}" in words or "process 1" in words
+            seen["named"] += named
+            if not named and len(unnamed) < 5:
+                unnamed.append(f"{signal.Signals(how).name}, exit code {code}: {words}")
         until = time.time() + 10
         while processes(folder) and time.time() < until:
             time.sleep(0.01)
@@ -155,7 +167,8 @@ def main():
     delays = sorted(delays) or [0.0]
     lines = [
         f"- Rounds: {rounds}, of them {seen['killed']} by SIGKILL ({seen['both']} of both processes at "
-        f"once) and {seen['stopped']} by SIGSTOP, in {time.time() - began:.0f} s, seed {args.seed}.",
+        f"once) and {seen['stopped']} by SIGSTOP, in {time.time() - began:.0f} s, seed {args.seed}; "
+        f"{seen['training']} after the first step of the run, the others before.",
         f"- Runs that did not end by themselves: {seen['hangs']}.",
         f"- Exit codes: {', '.join(f'{c}: {n}' for c, n in sorted(seen['codes'].items()))} (6 is a run "
         "that failed, -9 process 0 killed itself).",
@@ -169,6 +182,7 @@ def main():
         f"- The state after {steps} steps is {'the same to the bit as' if same else 'NOT that of'} a run "
         "that nobody disturbed.",
     ]
+    lines += [f"- A message that did not name it: {words}" for words in unnamed]
     print("\n".join(lines))
     if args.report:
         Path(args.report).write_text("\n".join(lines) + "\n")

@@ -69,6 +69,7 @@ mod plan;
 mod ranges;
 mod rendezvous;
 mod report;
+mod side_by_side;
 mod structure;
 #[cfg(test)]
 mod tests;
@@ -98,12 +99,16 @@ pub fn check_program(plan: &Plan, training: &TrainingGraph, program: &Program) -
     if !report.is_empty() {
         return report.finish();
     }
-    memory::check(plan, program, &mut report);
-    pieces::check(program, &mut report);
-    hazards::check(program, &mut report);
-    transfers::check(&facts, program, &mut report);
-    walk::check(&facts, program, &mut report);
-    coverage::check(&facts, program, &mut report);
-    rendezvous::check(&facts, program, &mut report);
+    // Hazards and what copies hold take longest, and ask their roles side by side too.
+    let questions: [&(dyn Fn(&mut Report) + Sync); 7] = [
+        &|report| memory::check(plan, program, report),
+        &|report| pieces::check(program, report),
+        &|report| hazards::check(program, report),
+        &|report| transfers::check(&facts, program, report),
+        &|report| walk::check(&facts, program, report),
+        &|report| coverage::check(&facts, program, report),
+        &|report| rendezvous::check(&facts, program, report),
+    ];
+    side_by_side::each(questions.len(), &mut report, |i, own| questions[i](own));
     report.finish()
 }

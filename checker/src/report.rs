@@ -46,6 +46,12 @@ impl Report {
             self.found.push(violation);
         }
     }
+    /// Adds what another report has.
+    pub(crate) fn append(&mut self, other: Report) {
+        for v in other.found {
+            self.add(v.place, v.rule, v.expected, v.actual);
+        }
+    }
     pub(crate) fn is_empty(&self) -> bool {
         self.found.is_empty()
     }

@@ -669,9 +669,13 @@ pub struct RunArgs {
     /// Number of batches in a validation.
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..))]
     pub validation_batches: u64,
-    /// Write the trained weights in Hugging Face's form; needs --config.
+    /// Write the trained weights in Hugging Face's form; needs --config. A file that is there already
+    /// is replaced with --force alone.
     #[arg(long)]
     pub save: Option<PathBuf>,
+    /// Replace the file of --save where it is there already.
+    #[arg(long, requires = "save")]
+    pub force: bool,
     /// Write the training state at the end of the run to this folder.
     #[arg(long)]
     pub checkpoint: Option<PathBuf>,

@@ -1,5 +1,6 @@
 //! How a command fails: an exit code, what is wrong, the place, and the way out.
 
+use crate::report;
 use miette::{LabeledSpan, NamedSource, SourceCode};
 use std::fmt;
 
@@ -50,6 +51,9 @@ struct Parts {
     label: Option<LabeledSpan>,
 }
 
+/// Columns before the lines of a message, and of advice.
+const MARK: usize = 4;
+const HELP: usize = 8;
 /// Lines longer than this are not shown as the place of an error; a plan's graph is one line.
 const LONGEST_LINE_SHOWN: usize = 300;
 
@@ -91,6 +95,16 @@ impl Failure {
             self.0.source = Some(NamedSource::new(file, text.to_string()));
             self.0.label = Some(LabeledSpan::new(Some(label.into()), start, end - start));
         }
+        self
+    }
+    /// Breaks message and advice into lines that fit with what is drawn before them, in a file or a pipe
+    /// too, as people read those. No word is broken, so that a path stays in one piece.
+    pub fn laid_out(mut self) -> Self {
+        let within = |drawn: usize, text: &str| {
+            report::wrapped_within(report::width().saturating_sub(drawn), text)
+        };
+        self.0.message = within(MARK, &self.0.message);
+        self.0.help = self.0.help.take().map(|help| within(HELP, &help));
         self
     }
     /// Returns the exit code.
@@ -284,7 +298,7 @@ impl From<runtime::RuntimeError> for Failure {
                 "its own message, where it wrote one, is above; with --record DIR, `meshwright doctor PLAN DIR` says where each rank was; with --checkpoint DIR, --resume DIR goes on from the newest checkpoint, for --steps further steps",
             ),
             NoDevice { way_out, .. } => return Failure::new(exit, &e).help(way_out.clone()),
-            Device { .. } | Aborted { .. } | Ended(_) => None,
+            Device { .. } | Aborted { .. } | Ended(_) | EndedByFirst(_) => None,
         };
         with(Failure::new(exit, &e), help)
     }

@@ -122,3 +122,22 @@ pub fn fingerprint(bytes: &[u8]) -> String {
     });
     format!("fnv1a64:{hash:016x}")
 }
+/// Who else than this user and the administrator can write to a file or a folder, in words; none where
+/// nobody can, or it cannot be seen. A group is taken to be of one mind.
+pub fn others_who_write(path: &Path) -> Option<String> {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::MetadataExt;
+        let there = std::fs::metadata(path).ok()?;
+        let own = std::fs::metadata("/proc/self").ok()?.uid();
+        if there.mode() & 0o002 != 0 {
+            return Some("everybody on this machine can write to it".into());
+        }
+        (![own, 0].contains(&there.uid())).then(|| format!("it belongs to user {}", there.uid()))
+    }
+    #[cfg(not(unix))]
+    {
+        let _ = path;
+        None
+    }
+}

@@ -59,15 +59,18 @@ fn main() -> ExitCode {
         Ok(Ok(())) => ExitCode::SUCCESS,
         Ok(Err(failure)) => {
             let exit = failure.exit();
-            say(format_args!("{:?}", miette::Report::new(failure)));
+            // It keeps to the width itself, and shows lines of files as they are.
+            let report = miette::Report::new(failure.laid_out());
+            let _ = writeln!(std::io::stderr().lock(), "{report:?}");
             ExitCode::from(exit as u8)
         }
         Err(_) => ExitCode::from(Exit::Internal as u8),
     }
 }
 
-/// Prints a line on standard error. That nobody reads it any more is no failure.
+/// Prints sentences on standard error, wrapped. That nobody reads them any more is no failure.
 pub(crate) fn say(words: std::fmt::Arguments<'_>) {
+    let words = report::wrapped(&words.to_string());
     let _ = writeln!(std::io::stderr().lock(), "{words}");
 }
 
@@ -108,6 +111,9 @@ fn add_tip(e: &mut clap::Error) {
     let Some(tip) = tip else {
         return;
     };
+    // It is drawn behind these words.
+    let tip = report::wrapped(&format!("  tip: {tip}"));
+    let tip = tip.trim_start().trim_start_matches("tip: ").to_string();
     e.insert(
         ContextKind::Suggested,
         ContextValue::StyledStrs(vec![tip.into()]),
@@ -205,20 +211,20 @@ fn install_panic_message() {
     }));
 }
 
-/// Makes errors wrap their lines for people only, so that what programs read stays in one piece.
+/// Has errors drawn as they were laid out: the library would break lines inside of words, too, as paths
+/// and flags are.
 fn set_error_style() {
     let terminal = std::io::stderr().is_terminal();
     // This fails only when a style is set already, and then that one serves.
     let _ = miette::set_hook(Box::new(move |_| {
-        let options = miette::MietteHandlerOpts::new().context_lines(1);
+        let options = miette::MietteHandlerOpts::new()
+            .context_lines(1)
+            .wrap_lines(false)
+            .break_words(false);
         Box::new(if terminal {
             options.build()
         } else {
-            options
-                .wrap_lines(false)
-                .break_words(false)
-                .color(false)
-                .build()
+            options.color(false).build()
         })
     }));
 }

@@ -57,6 +57,14 @@ pub fn file(path: &Path) -> Result<Option<PathBuf>, Failure> {
     })
 }
 
+/// The name of a model that is built in, as users know it; none of one that is read from a file.
+pub fn built_in(path: &Path) -> Result<Option<String>, Failure> {
+    Ok(match source(path)? {
+        Source::File(_) => None,
+        Source::BuiltIn(name, _) => Some(name.to_string()),
+    })
+}
+
 /// Reads a model that is built in, a folder with a `config.json`, such a file, or a graph text.
 pub fn load(path: &Path) -> Result<Model, Failure> {
     let file = match source(path)? {

@@ -39,6 +39,17 @@ pub fn check(outputs: &[&Path], inputs: &[&Path]) -> Result<(), Failure> {
     Ok(())
 }
 
+/// The failure of a verb that would replace weights unasked.
+pub fn kept(file: &Path) -> Failure {
+    let what = format!(
+        "{}: is there already, and would be replaced",
+        file.display()
+    );
+    Failure::new(Exit::Usage, what).help(
+        "name another place, or replace it with --force; verbs replace other things that they wrote before, but weights may be all that is left of a training",
+    )
+}
+
 /// Checks as [`check`] does, for files that are put together piece by piece and then renamed, which
 /// devices and pipes cannot be.
 pub fn check_regular(outputs: &[&Path], inputs: &[&Path]) -> Result<(), Failure> {

@@ -620,6 +620,7 @@ fn where_there_is_no_plan_the_conflict_is_named_and_the_ways_out_work() {
         .says(&["out of memory", "What leaves no plan together: "])
         .says(&["1 host with 8 devices; training in f32; the pin microbatch=64; the pin"])
         .err;
+    let said = support::flat(&said);
     // Filling the memory to the last byte is no way out here, and is not named as one.
     let (_, help) = said.split_once("help: ").unwrap();
     assert!(help.starts_with("each of these was tried and has a plan: "));

@@ -35,7 +35,7 @@ fn run(place: &Place, more: &[&str]) -> Done {
 }
 
 fn said(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stderr).into_owned()
+    support::flat(&String::from_utf8_lossy(&output.stderr))
 }
 
 /// A run whose `at`th operation on files below `state` goes wrong.
@@ -281,6 +281,26 @@ fn full_and_read_only_file_systems_end_no_run() {
     assert!(out.contains(": whole, step "), "{out}{err}");
 }
 
+/// Whoever can write to the folder of checkpoints decides what a run goes on from.
+#[test]
+fn checkpoints_that_everybody_can_write_to_are_warned_of() {
+    let place = two_ranks();
+    run(&place, &["--steps", "1", "--checkpoint", "state"]).expect(0);
+    let go_on = ["--steps", "1", "--resume", "state"];
+    let said = |done: Done| support::flat(&done.expect(0).err);
+    assert!(!said(run(&place, &go_on)).contains("warning"));
+    let chmod = Command::new("chmod")
+        .arg("777")
+        .arg(place.path("state"))
+        .status();
+    assert!(chmod.unwrap().success());
+    let words = said(run(&place, &go_on));
+    assert!(
+        words.contains("everybody on this machine can write to it"),
+        "{words}"
+    );
+}
+
 /// The limit of a file's length sends a signal that kills who does not expect it.
 #[test]
 fn the_limit_of_a_file_ends_no_run() {
@@ -310,8 +330,7 @@ fn values_that_are_no_numbers_stop_all_ranks_at_the_same_step() {
     for processes in [&[][..], &["--processes=2"]] {
         let wild = ["--steps", "9", "--lr", "1e30", "-o", "wild.json"];
         let done = run(&place, &[&wild[..], processes].concat()).expect(6);
-        let flat: Vec<&str> = done.err.split_whitespace().collect();
-        let flat = flat.join(" ").replace(" │ ", " ");
+        let flat = support::flat(&done.err);
         assert!(flat.contains(" of step 1 is "), "{flat}");
         assert!(
             flat.contains("the first tensor that is no number: `"),
@@ -326,7 +345,7 @@ fn values_that_are_no_numbers_stop_all_ranks_at_the_same_step() {
 fn checkpoints_are_inspected_verified_and_converted() {
     let place = two_ranks();
     let saved = ["--save", "w.safetensors", "--config", "config.json"];
-    for (steps, more) in [("2", &[][..]), ("3", &["--resume", "state"])] {
+    for (steps, more) in [("2", &[][..]), ("3", &["--resume", "state", "--force"])] {
         let args = ["--steps", steps, "--checkpoint", "state"];
         run(&place, &[&args[..], more, &saved].concat()).expect(0);
     }
@@ -394,11 +413,7 @@ fn checkpoints_are_inspected_verified_and_converted() {
         );
     }
     assert!(done.out.contains("0001-step-2: whole"), "{}", done.out);
-    assert!(
-        done.err.contains("1 of 2 checkpoints damaged"),
-        "{}",
-        done.err
-    );
+    done.says(&["1 of 2 checkpoints damaged"]);
     // Two shards that were swapped, one of another step, none at all.
     place.write(&shard(0), &good[1]);
     place.write(&shard(1), &good[0]);
@@ -414,7 +429,7 @@ fn checkpoints_are_inspected_verified_and_converted() {
     place.run(&["checkpoint", "verify", "state"]).expect(5);
     // The older one serves.
     let done = run(&place, &["--steps", "1", "--resume", "state"]).expect(0);
-    assert!(done.err.contains("passed over"), "{}", done.err);
+    done.says(&["passed over"]);
     place
         .run(&["checkpoint", "verify", "nowhere"])
         .expect(3)

@@ -49,7 +49,7 @@ fn interrupt(child: &Child) {
 }
 
 fn said(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stderr).into_owned()
+    support::flat(&String::from_utf8_lossy(&output.stderr))
 }
 
 #[test]

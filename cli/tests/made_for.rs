@@ -36,6 +36,12 @@ fn every_verb_says_whose_figures_they_are_and_the_same_ones() {
     let first = |text: &str| text.lines().next().unwrap_or_default().to_string();
     let whose = "For Megatron-Core (2025): ";
     assert!(first(&done.out).starts_with(whose), "{}", done.out);
+    // By the name that the user gave, not that of its family.
+    assert!(
+        first(&done.out).contains("llama-3.1-8b on 8 of"),
+        "{}",
+        done.out
+    );
     let read = |args: &[&str]| place.run(args).expect(0);
     let inspected = read(&["inspect", "plan.json", "--json"]).json();
     let step_s = inspected["predicted"]["step_time_s"].as_f64().unwrap();
@@ -53,6 +59,16 @@ fn every_verb_says_whose_figures_they_are_and_the_same_ones() {
         let said = read(&[verb, "plan.json"]).out;
         assert!(first(&said).starts_with(whose), "{verb}: {said}");
     }
+    // Nothing is predicted to take less than it takes at least.
+    let roofline = read(&["explain", "plan.json", "--roofline", "--json"]).json();
+    let meshes = roofline["roofline"]["meshes"].as_array().unwrap();
+    let rows = meshes.iter().flat_map(|m| m["rows"].as_array().unwrap());
+    for row in rows.chain(meshes.iter().map(|m| &m["total"])) {
+        let [floor, predicted] = ["floor_s", "predicted_s"].map(|key| row[key].as_f64());
+        let is_over = floor.is_some_and(|floor| floor > predicted.unwrap() * (1.0 + 1e-6));
+        assert!(!is_over, "{row}");
+    }
+    assert!(meshes[0]["total"]["fused"].as_u64() > Some(0), "{meshes:?}");
     // The words of Megatron-LM, with the plan's values.
     let words = read(&["inspect", "plan.json"]).out;
     for part in [
@@ -82,6 +98,33 @@ fn every_verb_says_whose_figures_they_are_and_the_same_ones() {
         ["the sums of gradients over microbatches"],
         "{exported}"
     );
+}
+
+/// `--for deepspeed` plans whatever `export` writes for DeepSpeed: ranks that split sequences exchange
+/// tokens for heads.
+#[test]
+fn sequences_that_deepspeed_splits_are_planned_and_exported() {
+    let place = Place::new();
+    let mut args = COMPILE.to_vec();
+    (args[11], args[13]) = ("deepspeed", "data=4 context=2 zero=3 microbatch=4");
+    place.run(&args).expect(0);
+    let words = place.run(&["inspect", "plan.json"]).expect(0).out;
+    assert!(words.contains("sequence_parallel_size"), "{words}");
+    let exported = place
+        .run(&["export", "plan.json", "--to", "deepspeed", "--json"])
+        .expect(0)
+        .json();
+    let config = place.read("export-deepspeed/ds_config.json");
+    let config: serde_json::Value = serde_json::from_slice(&config).unwrap();
+    assert_eq!(config["sequence_parallel_size"], 2);
+    let otherwise = exported["not_expressed"].as_array().unwrap();
+    let mut places = otherwise.iter().map(|n| n["where"].to_string());
+    assert!(!places.any(|p| p.contains("attention")), "{exported}");
+    args[15] = "context_attention=ring";
+    place
+        .run(&args)
+        .expect(2)
+        .says(&["cannot express context_attention=ring"]);
 }
 
 #[test]

@@ -131,6 +131,11 @@ fn what_a_run_reads_and_writes_is_not_replaced() {
     let made = ["--save", "w.safetensors", "--checkpoint", "ck"];
     let made = [&config[..], &made].concat();
     place.run(&with(&made)).expect(0);
+    // Weights may be all that is left of a training.
+    let again = [&config[..], &["--save", "w.safetensors"]].concat();
+    refused(&place, &with(&again), &["is there already", "--force"]);
+    let forced = [&again[..], &["--force"]].concat();
+    place.run(&with(&forced)).expect(0);
     let model = place.path("model");
     std::fs::create_dir(&model).unwrap();
     std::fs::copy(place.path("config.json"), model.join("config.json")).unwrap();

@@ -6,6 +6,10 @@
 //! that does the same instruction by instruction. Fusing several removes bytes that one writes and
 //! the next reads, and so lowers the floor itself.
 //!
+//! Other software is priced with what it fuses, so an instruction that it does inside of another one's
+//! kernel, or with what is still on the chip, is predicted to take less than its own operands would:
+//! no floor of it holds, and it has none; how many there are is counted.
+//!
 //! Products of attention are those that a causal kernel executes; its gradient makes the scores
 //! again. What is predicted has the efficiencies and the launch that the floor lacks.
 
@@ -45,8 +49,11 @@ pub struct Row {
     /// transfers the bytes of their buffers.
     pub bytes: f64,
     /// Seconds at the data sheet's peak and bandwidth; none of collectives and transfers, which
-    /// links bound.
+    /// links bound, and of what is fused.
     pub floor_s: Option<f64>,
+    /// Executions that are predicted to take less than their own operands would, as they are fused
+    /// with others.
+    pub fused: u64,
     /// Seconds as predicted, one after the other.
     pub predicted_s: f64,
 }
@@ -70,6 +77,7 @@ fn add(sum: &mut Row, row: &Row) {
     sum.flops += row.flops;
     sum.bytes += row.bytes;
     sum.predicted_s += row.predicted_s;
+    sum.fused += row.fused;
     if let Some(n) = row.launches {
         *sum.launches.get_or_insert(0) += n;
     }
@@ -115,6 +123,9 @@ pub fn roofline(
                     let kind = instruction_kind(&instruction.kind);
                     let mut one = once(&cluster, role, &instruction.kind);
                     one.predicted_s = cost.seconds;
+                    if one.floor_s.is_some_and(|s| s > cost.seconds * ROUNDING) {
+                        (one.floor_s, one.fused) = (None, 1);
+                    }
                     one.launches = launches.get(t).and_then(|l| l.get(i).copied().flatten());
                     let row = rows.entry(kind).or_insert_with(|| Row {
                         kind: kind.into(),
@@ -136,11 +147,15 @@ pub fn roofline(
         .collect()
 }
 
+/// A price that is a floor up to the last bits is no lower one.
+const ROUNDING: f64 = 1.0 + 1e-9;
+
 fn times(one: Row, n: u64) -> Row {
     let by = n as f64;
     Row {
         count: n,
         launches: one.launches.map(|l| l * n),
+        fused: one.fused * n,
         flops: one.flops * by,
         bytes: one.bytes * by,
         floor_s: one.floor_s.map(|s| s * by),
@@ -274,6 +289,17 @@ mod tests {
             }
             assert!(total.count > 0 && total.flops == 0.0);
         }
+        // What is priced below its own operands is done inside of something else.
+        let mut fused = costs.clone();
+        let of_first = fused.instructions[0].iter_mut().flatten();
+        of_first.for_each(|c| c.seconds = 0.0);
+        let first = roofline(&program, &cluster, &fused, &|_, _| None).unwrap();
+        let total = first[0].total();
+        assert!(
+            total.floor_s.is_none_or(|s| s == 0.0) && total.fused > 0,
+            "{total:?}"
+        );
+        assert_eq!(meshes.iter().map(|m| m.total().fused).sum::<u64>(), 0);
         let short = Costs {
             instructions: Vec::new(),
             ..costs

@@ -80,6 +80,9 @@ pub(crate) fn block_prefix(family: &str) -> &'static str {
 /// The class of a block in `transformers`.
 pub(crate) fn block_class(family: &str) -> Option<&'static str> {
     Some(match family {
+        "gemma" => "GemmaDecoderLayer",
+        "gemma2" => "Gemma2DecoderLayer",
+        "gemma3_text" => "Gemma3DecoderLayer",
         "gpt2" => "GPT2Block",
         "llama" => "LlamaDecoderLayer",
         "mistral" => "MistralDecoderLayer",
@@ -125,6 +128,12 @@ pub(crate) fn stored(family: &str, parameter: &Parameter) -> Option<Stored> {
     let name = match tail {
         "attn.out.weight" if is_gpt2(family) => "attn.c_proj.weight".into(),
         "attn.out.bias" if is_gpt2(family) => "attn.c_proj.bias".into(),
+        // These have a norm before and behind each half of a block.
+        "post_1.weight" => "post_attention_layernorm.weight".into(),
+        "norm_2.weight" if matches!(family, "gemma2" | "gemma3_text") => {
+            "pre_feedforward_layernorm.weight".into()
+        }
+        "post_2.weight" => "post_feedforward_layernorm.weight".into(),
         "attn.out.weight" => "self_attn.o_proj.weight".into(),
         "attn.out.bias" => "self_attn.o_proj.bias".into(),
         "moe.router.weight" => format!("{expert_scope}.gate.weight"),
@@ -249,6 +258,16 @@ mod tests {
         let qkv = parameter("attn.qkv.weight", &[32, 3, 4, 8]);
         let qkv = stored("gpt2", &qkv).expect("a name");
         assert_eq!(qkv.dims, [Some(0), Some(1), None, None]);
+        // The same norm has another name where there are four of them.
+        let norm = parameter("norm_2.weight", &[32]);
+        let names = ["gemma", "gemma3_text"].map(|f| stored(f, &norm).expect("a name").name);
+        assert_eq!(
+            names,
+            [
+                "{}.post_attention_layernorm.weight",
+                "{}.pre_feedforward_layernorm.weight"
+            ]
+        );
         let expert = parameter("moe.down.weight", &[4, 64, 32]);
         let expert = stored("mixtral", &expert).expect("a name");
         assert_eq!(expert.name, "{}.block_sparse_moe.experts.*.w2.weight");

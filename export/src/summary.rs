@@ -20,6 +20,8 @@ use std::collections::{BTreeMap, BTreeSet};
 pub struct Summary {
     /// Name of the model.
     pub name: String,
+    /// Its family, as `model_type` of a configuration has it.
+    pub family: String,
     /// Devices that the plan uses.
     pub devices: u32,
     /// Hosts, and devices of each, as a launcher wants them.
@@ -233,6 +235,7 @@ pub(crate) fn summarise(plan: &Plan, forward: &Graph, runs: &[Run]) -> Summary {
     };
     Summary {
         name: plan.name.clone(),
+        family: forward.name.clone(),
         devices,
         hosts,
         on_cpu: plan.cluster.pool.is_some(),

@@ -34,6 +34,16 @@ pub enum Framework {
     Llama3,
 }
 
+/// The attention of ranks that split sequences.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ContextRanks {
+    /// They share causal attention evenly (zigzag order), and gather keys and values or pass them
+    /// around.
+    Tokens,
+    /// They exchange tokens for heads and back (DeepSpeed-Ulysses), in the order of the tokens.
+    Heads,
+}
+
 /// The layout of norms and residuals over tensor ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SequenceParallel {
@@ -109,9 +119,8 @@ impl Split {
 pub struct Vocabulary {
     /// Whether ranks split features.
     pub tensor: bool,
-    /// Whether ranks split sequences. Those that have them share causal attention evenly (zigzag
-    /// order), and gather keys and values or pass them around.
-    pub context: bool,
+    /// How ranks that split sequences compute attention; none where there are no such ranks.
+    pub context: Option<ContextRanks>,
     /// Whether ranks split experts.
     pub expert: bool,
     /// Whether there are pipelines.
@@ -146,7 +155,7 @@ pub struct Profile {
 
 const MEGATRON: Vocabulary = Vocabulary {
     tensor: true,
-    context: true,
+    context: Some(ContextRanks::Tokens),
     expert: true,
     pipeline: true,
     interleaved: true,
@@ -185,7 +194,7 @@ const TORCHTITAN: Vocabulary = Vocabulary {
 /// Ranks that split samples, and nothing else.
 const DATA: Vocabulary = Vocabulary {
     tensor: false,
-    context: false,
+    context: None,
     expert: false,
     pipeline: false,
     interleaved: false,
@@ -270,10 +279,15 @@ impl Framework {
                 sequence_parallel: SequenceParallel::Never,
                 ..DATA
             },
-            Framework::DeepSpeed | Framework::Fsdp1 => DATA,
+            // `sequence_parallel_size`, as the export writes it.
+            Framework::DeepSpeed => Vocabulary {
+                context: Some(ContextRanks::Heads),
+                ..DATA
+            },
+            Framework::Fsdp1 => DATA,
             Framework::Jax => Vocabulary {
                 tensor: true,
-                context: true,
+                context: Some(ContextRanks::Tokens),
                 expert: true,
                 sequence_parallel: SequenceParallel::Optional,
                 recompute: &[

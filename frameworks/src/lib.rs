@@ -37,7 +37,9 @@ mod repeat;
 mod software;
 mod streams;
 
-pub use express::{Framework, Profile, Recomputation, SequenceParallel, Split, Vocabulary};
+pub use express::{
+    ContextRanks, Framework, Profile, Recomputation, SequenceParallel, Split, Vocabulary,
+};
 pub use held::{InFlight, ProcessMemory, Reuse};
 pub use process::{MemoryUse, memory_use};
 pub use software::{AttentionKernel, Scaling, Software};

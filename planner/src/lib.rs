@@ -54,6 +54,8 @@ pub use software::OtherSoftware;
 /// Options of the search beside model, training and cluster.
 #[derive(Clone, Debug, Default)]
 pub struct PlanOptions {
+    /// The model's name in plans; that of the graph, which is its family, where there is none.
+    pub name: Option<String>,
     /// Decisions that are fixed.
     pub pins: Pins,
     /// Where layers come from.
@@ -212,13 +214,18 @@ pub fn plan(
     cluster: &Cluster,
     options: &PlanOptions,
 ) -> Result<Planned, PlanError> {
-    if let Some(other) = &options.made_for {
-        return software::plan(forward, train, cluster, options, other);
+    let mut planned = match (&options.made_for, &options.pins.offload) {
+        (Some(other), _) => software::plan(forward, train, cluster, options, other),
+        (None, Some(Offload::Search)) => plan_or_offload(forward, train, cluster, options),
+        (None, _) => search::plan(forward, train, cluster, options),
+    }?;
+    if let Some(name) = &options.name {
+        let others = planned.stats.simulated_plans.iter_mut();
+        for plan in others.chain([&mut planned.plan]) {
+            plan.name.clone_from(name);
+        }
     }
-    match options.pins.offload {
-        Some(Offload::Search) => plan_or_offload(forward, train, cluster, options),
-        _ => search::plan(forward, train, cluster, options),
-    }
+    Ok(planned)
 }
 
 /// Gives `forward` the layers that [`plan`] would slice it into.

@@ -220,8 +220,10 @@ fn other_layout(forward: &Graph, row: &Row, q: &Question, made_for: &MadeFor) ->
         schedule: ScheduleKind::OneFOneB,
     };
     let zigzag = pinned.contains("context_order=zigzag");
+    let ranks = profile.framework.vocabulary().context;
+    let ranks = ranks.unwrap_or(frameworks::ContextRanks::Tokens);
     let mut own: BTreeSet<String> = point
-        .pins(&model, profile.split, zigzag)
+        .pins(&model, profile.split, (ranks, zigzag))
         .into_iter()
         .collect();
     let stages = u64::from(point.pipeline * point.virtual_stages);

@@ -1,9 +1,10 @@
-//! Two clocks: wall time, and the processor time of a thread.
+//! Clocks: wall time, the processor time of a thread, and its time in line for a processor.
 //!
 //! Ranks that share processors are taken off them in the middle of an instruction, and waiting
 //! ranks let others run. Wall time therefore says how long something took on this machine with
 //! everything else that went on; processor time says how much work it was.
 
+use std::fs::File;
 use std::time::{Duration, Instant};
 
 /// A moment of the calling thread.
@@ -48,6 +49,37 @@ impl Moment {
     }
 }
 
+/// The time that a thread could have run and had no processor, as Linux counts it.
+#[derive(Debug)]
+pub struct InLine(Option<File>);
+
+impl InLine {
+    /// The one of the calling thread.
+    pub fn of_this_thread() -> Self {
+        InLine(File::open("/proc/thread-self/schedstat").ok())
+    }
+    /// Seconds since the thread began; zero where the system does not say.
+    pub fn seconds(&self) -> f64 {
+        let mut text = [0; 64];
+        let read = self.0.as_ref().map(|file| read_from_start(file, &mut text));
+        let n = read.and_then(Result::ok).unwrap_or(0);
+        let text = std::str::from_utf8(&text[..n]).unwrap_or_default();
+        // Nanoseconds on a processor, nanoseconds in line for one, turns.
+        let in_line = text.split_whitespace().nth(1);
+        in_line.and_then(|t| t.parse::<f64>().ok()).unwrap_or(0.0) / 1e9
+    }
+}
+
+#[cfg(unix)]
+fn read_from_start(file: &File, to: &mut [u8]) -> std::io::Result<usize> {
+    std::os::unix::fs::FileExt::read_at(file, to, 0)
+}
+
+#[cfg(not(unix))]
+fn read_from_start(_: &File, _: &mut [u8]) -> std::io::Result<usize> {
+    Ok(0)
+}
+
 #[cfg(unix)]
 fn processor_time() -> Option<Duration> {
     let t = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
@@ -76,5 +108,27 @@ mod tests {
             n = std::hint::black_box(n + 1);
         }
         assert!(began.elapsed().wall_s >= 0.02, "{n}");
+    }
+
+    /// More threads than processors, all at work: some of them are in line.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn threads_that_share_processors_stand_in_line() {
+        let n = 2 * std::thread::available_parallelism().map_or(1, usize::from) + 1;
+        let at_work = || {
+            let (line, began) = (InLine::of_this_thread(), Moment::now());
+            let before = line.seconds();
+            while began.elapsed().wall_s < 0.1 {
+                std::hint::black_box(());
+            }
+            line.seconds() - before
+        };
+        let in_line: f64 = std::thread::scope(|s| {
+            let all: Vec<_> = (0..n).map(|_| s.spawn(at_work)).collect();
+            all.into_iter().filter_map(|t| t.join().ok()).sum()
+        });
+        // A system that keeps no count says zero.
+        let counts = std::path::Path::new("/proc/thread-self/schedstat").exists();
+        assert!(in_line > 0.05 || !counts, "{in_line}");
     }
 }

@@ -104,8 +104,12 @@ pub enum RuntimeError {
         way_out: String,
     },
     /// The ranks are gone after an earlier error.
-    #[error("the session ended with an earlier error: {0}")]
+    #[error("the run has ended already, with this error: {0}")]
     Ended(String),
+    /// Process 0 ended the run, in which nothing went wrong with this process' ranks as far as it
+    /// knows.
+    #[error("process 0 has ended the run, because of this error: {0}")]
+    EndedByFirst(String),
     /// The batch is not what the program was made for.
     #[error("batch: {0}")]
     Batch(String),

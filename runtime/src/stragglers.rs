@@ -2,7 +2,9 @@
 //!
 //! A rank's step is work and waiting for others. One that is slow works longer than the ranks that do
 //! the same, and they wait for it. Where a link is slow all ranks wait longer than they used to and
-//! none works longer. Medians over a window of steps are compared, so that a hiccup is none, and
+//! none works longer. So it is where something else keeps the processors busy, in pieces too short to
+//! show in the work of most steps: then ranks stand in line for a processor longer, which the system
+//! tells apart. Medians over a window of steps are compared, so that a hiccup is none, and
 //! a verdict needs two windows in a row. That all are slow alike is nobody's fault and says nothing.
 
 use ir::Rank;
@@ -18,6 +20,8 @@ const WARM_UP: usize = 1;
 const SLOW: f64 = 1.5;
 /// How many times as long all wait, and by which share of the step longer, when a link is slow.
 const LONG_WAIT: (f64, f64) = (1.5, 0.2);
+/// The part of what all wait longer that ranks stand in line for processors where the host is busy.
+const IN_LINE: f64 = 0.5;
 
 /// Seconds of a step of a rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -26,6 +30,8 @@ pub struct Spent {
     pub work_s: f64,
     /// In calls that wait for others.
     pub wait_s: f64,
+    /// In both, when it could go on and had no processor; zero where the system does not say.
+    pub in_line_s: f64,
 }
 
 /// A reason that holds up a run, or the end of one.
@@ -44,6 +50,14 @@ pub enum Finding {
     SlowLink {
         /// How many times as long.
         times: f64,
+    },
+    /// All ranks wait longer than at first, and stand in line for processors that are busy with
+    /// something else.
+    BusyHost {
+        /// How many times as long they wait.
+        times: f64,
+        /// How much longer all ranks together stand in line in a step, in seconds.
+        in_line_s: f64,
     },
     /// They do so no more.
     LinkRecovered,
@@ -101,6 +115,8 @@ impl Stragglers {
             .map(|r| Spent {
                 work_s: of(r, |s| s.work_s),
                 wait_s: of(r, |s| s.wait_s),
+                // Rare and long: the median knows nothing of it.
+                in_line_s: steps.iter().map(|s| s[r].in_line_s).sum::<f64>() / WINDOW as f64,
             })
             .collect();
         let first = self.first.get_or_insert_with(|| now.clone()).clone();
@@ -157,7 +173,12 @@ impl Stragglers {
         match (is_suspect && was_suspect, self.is_link_slow) {
             (true, false) => {
                 self.is_link_slow = true;
-                Some(Finding::SlowLink { times })
+                let in_line = |of: &[Spent]| of.iter().map(|s| s.in_line_s).sum::<f64>();
+                let in_line_s = in_line(now) - in_line(first);
+                Some(match in_line_s >= IN_LINE * (waits - waited) {
+                    true => Finding::BusyHost { times, in_line_s },
+                    false => Finding::SlowLink { times },
+                })
             }
             (false, true) if !is_suspect => {
                 self.is_link_slow = false;
@@ -197,6 +218,7 @@ mod tests {
                 Spent {
                     work_s: work_s * noise * hiccup,
                     wait_s,
+                    in_line_s: 0.0,
                 }
             };
             let spent: Vec<Spent> = (0..4).map(one).collect();
@@ -228,6 +250,33 @@ mod tests {
             panic!("{seen:?}")
         };
         assert!((3.9..4.1).contains(&times), "{times}");
+    }
+
+    /// Every rank is kept from its processor in one step of five, for a second: the work of most steps
+    /// is as it was, and the others wait in most.
+    #[test]
+    fn a_busy_host_is_told_from_a_slow_link() {
+        let mut of = Stragglers::new((0..4).map(|r| (Rank(r), 0)));
+        let mut seen = Vec::new();
+        for step in 0..9 * WINDOW {
+            let is_busy = step >= 4 * WINDOW;
+            let spent: Vec<Spent> = (0..4)
+                .map(|r| {
+                    let is_off = |k: usize| is_busy && step % 5 == k;
+                    let waits = (0..4).any(|k| k != r && is_off(k));
+                    Spent {
+                        work_s: if is_off(r) { 2.0 } else { 1.0 },
+                        wait_s: if waits { 1.2 } else { 0.2 },
+                        in_line_s: if is_off(r) { 1.0 } else { 0.0 },
+                    }
+                })
+                .collect();
+            seen.extend(of.step(&spent));
+        }
+        let [Finding::BusyHost { times, in_line_s }] = seen[..] else {
+            panic!("{seen:?}")
+        };
+        assert!(times > 5.0 && (0.79..0.81).contains(&in_line_s), "{seen:?}");
     }
 
     #[test]
@@ -262,6 +311,7 @@ mod tests {
             let spent = [1.0, 3.0 * slow].map(|work_s| Spent {
                 work_s,
                 wait_s: 0.5,
+                in_line_s: 0.0,
             });
             seen.extend(of.step(&spent));
         }

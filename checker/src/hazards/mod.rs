@@ -13,6 +13,7 @@ mod slots;
 
 use crate::memory::{has_own_copies, overlapping};
 use crate::report::{Report, instr_place};
+use crate::side_by_side::each;
 use ir::collective::CollectiveKind;
 use ir::program::{InstrKind, Instruction, Program, RoleProgram, Template};
 use ir::{BufferId, InstrId, TemplateId};
@@ -22,8 +23,10 @@ use std::collections::{BTreeMap, BTreeSet};
 /// For each stream, how many instructions of a slot's template are complete.
 type Clock = SmallVec<[u32; 6]>;
 
+/// Checks every role.
 pub(crate) fn check(program: &Program, report: &mut Report) {
-    for (i, role) in program.roles.iter().enumerate() {
+    each(program.roles.len(), report, |i, report| {
+        let role = &program.roles[i];
         let mut clocks = Vec::with_capacity(role.templates.len());
         for (t, template) in role.templates.iter().enumerate() {
             let neighbours = neighbours(role, template);
@@ -44,7 +47,7 @@ pub(crate) fn check(program: &Program, report: &mut Report) {
             }
         }
         slots::check(program, i, &clocks, report);
-    }
+    });
 }
 
 /// Reports that no stream, dep or event orders an instruction behind `first`.

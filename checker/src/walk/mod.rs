@@ -10,6 +10,7 @@ mod trace;
 
 use crate::facts::Facts;
 use crate::report::{Report, role_place};
+use crate::side_by_side::each;
 use ir::collective::CollectiveKind;
 use ir::program::{InstrKind, Program, RoleProgram};
 use ir::{AxisId, BufferId, ShardingSpec};
@@ -19,9 +20,9 @@ use std::collections::BTreeMap;
 type WorldSums = Vec<Vec<u32>>;
 
 pub(crate) fn check(facts: &Facts<'_>, program: &Program, report: &mut Report) {
-    let sums: Vec<WorldSums> = (0..program.roles.len())
-        .map(|i| trace::walk(facts, program, i, report))
-        .collect();
+    let sums: Vec<WorldSums> = each(program.roles.len(), report, |i, report| {
+        trace::walk(facts, program, i, report)
+    });
     world_sums(facts, &sums, report);
     owners(facts, program, report);
     let has =

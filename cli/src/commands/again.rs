@@ -14,6 +14,8 @@ use std::path::Path;
 
 /// A request to plan again.
 pub struct Again {
+    /// The model's name.
+    pub name: String,
     /// The forward graph.
     pub forward: Graph,
     /// The model.
@@ -45,6 +47,7 @@ impl Again {
         // A graph that is stored in that order cannot be stored so again.
         pins.zigzag &= !is_in_zigzag_order(&forward);
         Ok(Again {
+            name: plan.name.clone(),
             forward,
             train: plan.train.clone(),
             cluster: plan.cluster.clone(),
@@ -60,7 +63,11 @@ impl Again {
 
     /// Searches for the best plan, and has it proved.
     pub fn plan(&self) -> Result<Result<Loaded, PlanError>, Failure> {
-        let planned = planner::plan(&self.forward, &self.train, &self.cluster, &self.options);
+        let options = PlanOptions {
+            name: Some(self.name.clone()),
+            ..self.options.clone()
+        };
+        let planned = planner::plan(&self.forward, &self.train, &self.cluster, &options);
         match planned {
             Ok(planned) => loaded(planned).map(Ok),
             Err(e @ (PlanError::Lower(_) | PlanError::Defect(_))) => Err(e.into()),

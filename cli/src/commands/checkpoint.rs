@@ -239,13 +239,7 @@ fn convert(args: &ConvertArgs) -> Result<(), Failure> {
     outputs::check_regular(&[&weights, &copy], &inputs)?;
     let there = [&weights, &copy].into_iter().find(|file| file.exists());
     if let Some(file) = there.filter(|_| !args.force) {
-        let what = format!(
-            "{}: is there already, and would be replaced",
-            file.display()
-        );
-        return Err(Failure::new(Exit::Usage, what).help(
-            "name another folder, or replace it with --force; other verbs replace what they wrote before, but weights may be all that is left of a training",
-        ));
+        return Err(outputs::kept(file));
     }
     let supply = |name: &str| values(&from, name);
     outputs::write_with(&weights, |out| {

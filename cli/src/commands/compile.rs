@@ -47,6 +47,7 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     let bar = spinner("searching for a plan");
     let limit = args.time_limit.map(Duration::from_secs);
     let options = PlanOptions {
+        name: model::built_in(&args.model)?,
         pins,
         layering: args.layers.map_or(Layering::default(), |l| l.0),
         tolerance: args.tolerance.0,

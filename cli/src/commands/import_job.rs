@@ -127,7 +127,7 @@ fn read(args: &ImportJobArgs) -> Result<Reading, Failure> {
         files::read_text(path, "configuration", files::SMALL).map_err(|e| e.to_string())
     };
     let read = jobs::read(&name, &text, &given, &open);
-    let mut reading = read.map_err(|e| refused(e, &name, &text))?;
+    let mut reading = read.map_err(|e| refused(e, &name, &text, &args.set))?;
     if args.made_for.is_some() {
         // A version that is named is taken as it is.
         reading.job.usual.clear();
@@ -136,14 +136,22 @@ fn read(args: &ImportJobArgs) -> Result<Reading, Failure> {
     Ok(reading)
 }
 
-/// The failure of a job that cannot be read, with its line.
-fn refused(e: JobError, name: &str, text: &str) -> Failure {
+/// The failure of a job that cannot be read, with its line. Where that line has a variable that a flag
+/// set, the flag is to be corrected and not the file.
+fn refused(e: JobError, name: &str, text: &str, set: &[String]) -> Failure {
+    let line = e.line.filter(|_| e.file == name);
+    let words = line.and_then(|line| text.lines().nth(line.saturating_sub(1)));
+    let of_flag = words.and_then(|words| set.iter().find(|set| has_variable(words, set)));
     let exit = match e.file.as_str() {
         "--set" => Exit::Usage,
+        _ if of_flag.is_some() => Exit::Usage,
         _ => Exit::BadInput,
     };
-    let failure = Failure::new(exit, &e).help(e.help.clone());
-    match e.line.filter(|_| e.file == name) {
+    let failure = Failure::new(exit, &e).help(match of_flag {
+        Some(set) => format!("the line has a variable that a flag sets: correct --set {set}"),
+        None => e.help.clone(),
+    });
+    match line {
         None => failure,
         Some(line) => {
             let before = text.split_inclusive('\n').take(line.saturating_sub(1));
@@ -155,6 +163,17 @@ fn refused(e: JobError, name: &str, text: &str) -> Failure {
             failure.place(name, text, start, length, "here")
         }
     }
+}
+
+/// Whether a line of a script uses the variable of `NAME=VALUE`.
+fn has_variable(line: &str, set: &str) -> bool {
+    let name = set.split('=').next().unwrap_or_default();
+    let mut uses = line.match_indices('$').map(|(at, _)| &line[at + 1..]);
+    uses.any(|rest| {
+        let rest = rest.strip_prefix('{').unwrap_or(rest);
+        let after = rest.strip_prefix(name).filter(|_| !name.is_empty());
+        after.is_some_and(|a| !a.starts_with(|c: char| c.is_ascii_alphanumeric() || c == '_'))
+    })
 }
 
 /// Reads `--set NAME=VALUE`.
@@ -282,5 +301,17 @@ impl Imported {
     fn change(&self) -> Option<&Better> {
         let better = self.found.as_ref()?.by_flags.as_ref().ok()?;
         (better.saves > BEST || !self.job.fits()).then_some(better)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn variables_are_told_by_their_whole_name() {
+        let has = |line| has_variable(line, "TP=x");
+        assert!(has("--tensor-model-parallel-size $TP \\") && has("${TP} 1") && has("${TP:-2}"));
+        assert!(!has("$TP2") && !has("TP=4") && !has("$T") && !has_variable("$ 1", "=1"));
     }
 }

@@ -6,6 +6,7 @@ mod children;
 mod elastic;
 mod fabric;
 mod launcher;
+mod leaps;
 mod rendezvous;
 mod watch;
 
@@ -22,7 +23,8 @@ use indicatif::{ProgressBar, ProgressStyle};
 use ir::measurement::Measurement;
 use ir::op::InputKind;
 use ir::training::{StateRole, TrainingGraph};
-use ir::{Bytes, OpKind, Task};
+use ir::{Bytes, OpKind, Seconds, Task};
+use leaps::Leaps;
 use runtime::RuntimeError;
 use runtime::checkpoint::{Checkpoint, Found, save_keeping};
 use runtime::data::{DataOptions, Dataset};
@@ -406,6 +408,12 @@ fn checkpoint(path: &Path, loaded: &Loaded) -> Result<Arc<Checkpoint>, Failure> 
         passed_over,
     } = runtime::checkpoint::find(path)?;
     let shown = checkpoint.path().display();
+    if let Some(who) = files::others_who_write(path) {
+        crate::say(format_args!(
+            "warning: {}: {who}, who can so decide what this run goes on from",
+            path.display()
+        ));
+    }
     for damaged in passed_over {
         crate::say(format_args!("warning: passed over {damaged}"));
     }
@@ -501,6 +509,9 @@ fn check_outputs(args: &RunArgs, resume: Option<&Checkpoint>) -> Result<(), Fail
     let read: Vec<&Path> = read.iter().map(PathBuf::as_path).collect();
     let mut written: Vec<&Path> = args.save.as_deref().into_iter().collect();
     outputs::check_regular(&written, &read)?;
+    if let Some(file) = written.iter().find(|file| file.exists() && !args.force) {
+        return Err(outputs::kept(file));
+    }
     written.push(&args.output);
     watch::check(args, &read, &written)?;
     let folders = args.checkpoint.iter().chain(&args.record);
@@ -738,6 +749,7 @@ fn train_all(
         resumes: options.resume.is_some() || args.continued.is_some(),
     };
     let mut watch = Watch::open(args, &described)?;
+    let mut leaps = Leaps::default();
     let bar = ProgressBar::new(args.steps);
     if let Ok(style) = ProgressStyle::with_template("{bar:30} {pos}/{len} {msg} ({eta} left)") {
         bar.set_style(style);
@@ -765,6 +777,13 @@ fn train_all(
                 peak_bytes,
                 skipped,
             });
+            let trains = plan.train.task.is_training();
+            if let Some([least, most]) = leaps.see(measured.loss).filter(|_| trains) {
+                bar.suspend(|| crate::say(format_args!(
+                    "note: the loss leaps to {:.4} at step {}; the steps before had {least:.4} to {most:.4}",
+                    measured.loss, measured.step
+                )));
+            }
         }
         Progress::Validation { step, loss } => {
             let words = format!("step {step}: validation loss {loss:.4}");
@@ -808,7 +827,11 @@ fn of_finding(finding: Finding) -> String {
         ),
         Finding::Recovered(rank) => format!("{rank} is as fast as the others again"),
         Finding::SlowLink { times } => format!(
-            "all ranks wait {times:.1} times as long for each other as at first, and none works longer: the link is slow"
+            "all ranks wait {times:.1} times as long for each other as at first, and none works longer or stands in line for a processor: the link is slow"
+        ),
+        Finding::BusyHost { times, in_line_s } => format!(
+            "all ranks wait {times:.1} times as long for each other as at first: together they stand in line for processors {} of a step longer, so something else keeps the host busy; whether a link is slow as well cannot be told meanwhile",
+            Seconds(in_line_s)
         ),
         Finding::LinkRecovered => "ranks wait for each other no longer than at first".into(),
     }

@@ -99,7 +99,8 @@ pub fn run(args: &WhatIfArgs) -> Result<(), Failure> {
         }
         _ => None,
     };
-    let verdict = verdict(&facts, &loaded, &other, &kept, &degrees);
+    let tolerance = args.search.tolerance.0;
+    let verdict = verdict(&facts, (&loaded, &other), &kept, &degrees, tolerance);
     let against = Against::new(&loaded, &other)?;
     if args.json {
         return report::print_json(&json!({
@@ -289,18 +290,19 @@ fn kept(loaded: &Loaded, again: &Again) -> Result<Kept, Failure> {
     }
 }
 
+/// Says which plan is best under the new facts, beside this one.
 fn verdict(
     facts: &str,
-    loaded: &Loaded,
-    other: &Loaded,
+    (loaded, other): (&Loaded, &Loaded),
     kept: &Kept,
     degrees: &[Degrees; 2],
+    tolerance: f64,
 ) -> String {
     let tokens = |l: &Loaded| l.plan.predicted.tokens_per_s;
     let step_s = |l: &Loaded| l.plan.predicted.step_time_s.0;
     let (best, faster) = (step_s(other), tokens(other) / tokens(loaded) - 1.0);
     let rate = match faster {
-        f if f.abs() < 5e-4 => "as many tokens per second".to_string(),
+        f if f.abs() < SAME => "as many tokens per second".to_string(),
         f if f > 0.0 => format!("{} more tokens per second", percent(f)),
         f => format!("{} fewer tokens per second", percent(-f)),
     };
@@ -311,14 +313,23 @@ fn verdict(
             degrees[1], degrees[0]
         ),
     };
+    let whose = software::whose(loaded.plan.made_for.as_ref());
     let own = match kept {
+        Kept::Fits { step_time_s } if *step_time_s < best * (1.0 - SAME) => {
+            return format!(
+                "{whose}With {facts} this plan, kept as it is, takes {} a step. The search chooses one that takes {}, {rate}: {}. {choice}.",
+                Seconds(*step_time_s),
+                Seconds(best),
+                passed_over(best / step_time_s - 1.0, tolerance)
+            );
+        }
         Kept::Fits { step_time_s } => {
             let loses = step_time_s / best.max(f64::MIN_POSITIVE) - 1.0;
             let than = match loses {
                 l if l > 1.0 => format!("{:.1} times as long as the best", 1.0 + l),
-                l if l > 5e-4 => format!("{} more than the best", percent(l)),
-                l if l < -5e-4 => format!("{} less, which a simpler plan is worth", percent(-l)),
-                _ => "as the best".to_string(),
+                l if l > SAME => format!("{} more than the best", percent(l)),
+                _ if degrees[0] == degrees[1] => "as the best".to_string(),
+                _ => "as the best: a tie".to_string(),
             };
             format!(
                 "Kept as it is, this plan would take {}, {than}.",
@@ -328,10 +339,27 @@ fn verdict(
         Kept::Cannot { reason } => format!("This plan cannot be kept: {reason}."),
     };
     format!(
-        "{}With {facts} the best plan takes {} a step, {rate}. {choice}. {own}",
-        software::whose(loaded.plan.made_for.as_ref()),
+        "{whose}With {facts} the best plan takes {} a step, {rate}. {choice}. {own}",
         Seconds(best)
     )
+}
+
+/// Relative difference below which steps take as long as each other.
+const SAME: f64 = 5e-4;
+
+/// Why a search takes a plan that is slower than this one by a share.
+fn passed_over(slower: f64, tolerance: f64) -> String {
+    match slower <= tolerance {
+        true => format!(
+            "{} slower is a tie within --tolerance {}, in which the simpler plan wins",
+            percent(slower),
+            percent(tolerance)
+        ),
+        false => format!(
+            "it is {} slower, and the search did not find this one",
+            percent(slower)
+        ),
+    }
 }
 
 /// Searches for the value of one fact at which the degrees stop being this plan's, halving the
@@ -354,6 +382,7 @@ fn flip(
         let mut cluster = loaded.plan.cluster.clone();
         setting.fact.set(&mut cluster, dtype, value)?;
         let between = Again {
+            name: again.name.clone(),
             forward: again.forward.clone(),
             train: again.train.clone(),
             cluster,
@@ -404,5 +433,20 @@ impl Flip {
             self.to,
             counted(self.searches, "search")
         )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slower_plan_that_is_chosen_is_no_better_one() {
+        let tie = passed_over(0.002, 0.01);
+        assert_eq!(
+            tie,
+            "0.2% slower is a tie within --tolerance 1.0%, in which the simpler plan wins"
+        );
+        assert!(passed_over(0.02, 0.01).ends_with("did not find this one"));
     }
 }

@@ -133,7 +133,8 @@ impl Against {
         let figures = self.predicted.iter().map(Quantity::cells).collect();
         let header = ["predicted", names[0], names[1], "change"];
         let mut w = table(&header, figures, 1);
-        w += "\n(compute, collectives, transfers, begin and end: per step, averaged over the meshes; peak memory: of the rank that needs most)\n";
+        let read = "(compute, collectives, transfers, begin and end: per step, averaged over the meshes; peak memory: of the rank that needs most)";
+        w += &format!("\n{}\n", super::wrapped(read));
         for note in &self.notes {
             w += &format!("\n{note}\n");
         }

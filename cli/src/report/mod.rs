@@ -144,7 +144,7 @@ const WIDTH: usize = 100;
 const NARROWEST: usize = 40;
 
 /// The columns that output has: those of the terminal, but no more than [`WIDTH`].
-fn width() -> usize {
+pub fn width() -> usize {
     static OF_OUTPUT: OnceLock<usize> = OnceLock::new();
     *OF_OUTPUT.get_or_init(|| {
         let size = rustix::termios::tcgetwinsize(std::io::stdout());
@@ -162,7 +162,8 @@ pub fn wrapped(text: &str) -> String {
     wrapped_within(width(), text)
 }
 
-fn wrapped_within(most: usize, text: &str) -> String {
+/// The same for lines of at most so many columns.
+pub fn wrapped_within(most: usize, text: &str) -> String {
     let mut out = String::new();
     for line in text.lines() {
         if line.trim().is_empty() || line.starts_with(['│', '┌', '╞', '└']) {
@@ -171,14 +172,15 @@ fn wrapped_within(most: usize, text: &str) -> String {
             continue;
         }
         let margin = line.len() - line.trim_start().len();
-        let mut column = 0;
-        for word in line.split(' ') {
+        out.extend(std::iter::repeat_n(' ', margin));
+        let mut column = margin;
+        for (i, word) in line.trim_start().split(' ').enumerate() {
             let width = word.chars().count();
-            if column > margin && column + 1 + width > most {
+            if i > 0 && column + 1 + width > most {
                 out.push('\n');
                 out.extend(std::iter::repeat_n(' ', margin + 2));
                 column = margin + 2;
-            } else if column > 0 || word.is_empty() {
+            } else if i > 0 {
                 out.push(' ');
                 column += 1;
             }
@@ -285,7 +287,16 @@ mod tests {
 
     #[test]
     fn prose_keeps_to_the_width() {
-        let text = wrapped_within(60, &"word ".repeat(40));
-        assert!(widest(&text) <= 60, "{text}");
+        let words = "word ".repeat(40);
+        for margin in ["", "  ", "      "] {
+            let text = wrapped_within(60, &format!("{margin}{words}"));
+            assert!(widest(&text) <= 60, "{text}");
+            let indents = text.lines().map(|l| l.len() - l.trim_start().len());
+            let mut expected = vec![margin.len() + 2; text.lines().count()];
+            expected[0] = margin.len();
+            assert_eq!(indents.collect::<Vec<_>>(), expected, "{text}");
+            // What is wrapped stays as it is, whoever wraps it again.
+            assert_eq!(wrapped_within(60, &text), text);
+        }
     }
 }

@@ -117,9 +117,18 @@ impl Rooflines {
             true => {
                 " Instructions are not fused with each other: what is kept on the chip is what one op has inside, as attention's scores, a norm's row, AdamW's states and the exponentials of a loss. Neighbours of one kind that go through many tensors share launches, which the first of them has; the prediction counts one for each."
             }
-            false => {
-                " Launches are counted for Meshwright's own runtime alone, and what this software fuses shows in the prediction, not in the floor."
-            }
+            false => " Launches are counted for Meshwright's own runtime alone.",
+        };
+        let fused = match self.meshes.iter().map(|m| m.total.fused).sum::<u64>() {
+            0 => fused.to_string(),
+            n => format!(
+                "{fused} {} of a rank of each mesh {} fused with others: predicted to take less than {} own operands would, {} counted and {} no floor.",
+                counted(n, "instruction"),
+                if n == 1 { "is" } else { "are" },
+                if n == 1 { "its" } else { "their" },
+                if n == 1 { "it is" } else { "they are" },
+                if n == 1 { "has" } else { "have" },
+            ),
         };
         format!(
             "Each instruction's floor is the longer of its products at the peak and its bytes at the bandwidth, every operand and result moved once; the prediction has efficiencies and launches.{fused} Collectives and transfers are bound by links and have no floor here."

@@ -49,7 +49,12 @@ pub fn knobs(plan: &Plan, summary: &Summary) -> Option<Vec<Knob>> {
             d.virtual_stages,
             names.chunks,
         ),
-        (v.context, "context parallel", d.context, names.context),
+        (
+            v.context.is_some(),
+            "context parallel",
+            d.context,
+            names.context,
+        ),
         (v.expert, "expert parallel", d.expert, names.expert),
     ];
     for (has, what, degree, name) in degrees {
@@ -157,6 +162,7 @@ impl Names {
                 micro_batch: "train_micro_batch_size_per_gpu",
                 accumulation: "gradient_accumulation_steps",
                 global_batch: "train_batch_size",
+                context: "sequence_parallel_size",
                 recompute: "deepspeed.checkpointing.checkpoint",
                 ..NONE
             },

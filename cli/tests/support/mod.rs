@@ -38,16 +38,46 @@ impl Done {
         assert_no_panic(&self);
         self
     }
-    /// Fails the test unless the error says all of `words`.
+    /// Fails the test unless the error says all of `words`, wherever its lines are broken.
     pub fn says(self, words: &[&str]) -> Self {
+        let said = flat(&self.err);
         for w in words {
-            assert!(self.err.contains(w), "`{w}` is not in:\n{}", self.err);
+            let is_there = self.err.contains(w) || said.contains(&flat(w));
+            assert!(is_there, "`{w}` is not in:\n{}", self.err);
         }
+        assert_fits(&self.err);
         self
     }
     /// Standard output as JSON.
     pub fn json(&self) -> serde_json::Value {
         serde_json::from_str(&self.out).unwrap_or_else(|e| panic!("{e}:\n{}", self.out))
+    }
+}
+
+/// A message in one line, without the frame of errors.
+pub fn flat(text: &str) -> String {
+    let words = text.split_whitespace().filter(|word| *word != "│");
+    words.collect::<Vec<_>>().join(" ")
+}
+
+/// Lines for people have 100 columns at most, but for words that are longer, and lines of files,
+/// which have their number or a mark of their place before them.
+pub fn assert_fits(text: &str) {
+    for line in text.lines() {
+        let is_of_file = line.trim_start().starts_with(|c: char| c.is_ascii_digit())
+            || line.trim_start().starts_with(['·', '╰', '╭']);
+        // Of the parser of the command line, which breaks no line.
+        let is_of_parser = line.starts_with("error: ") || line.starts_with("Usage: ");
+        let longest = line
+            .split(' ')
+            .map(|w| w.chars().count())
+            .max()
+            .unwrap_or(0);
+        let n = line.chars().count();
+        assert!(
+            n <= 100 || is_of_file || is_of_parser || longest > 80,
+            "{n} columns: {line}"
+        );
     }
 }
 

@@ -102,7 +102,7 @@ pub fn fit(points: &[MeasuredPoint], machine: &Machine) -> Result<Cluster, FitEr
     let matmul = matmul(points, &busy)?;
     let mut cluster = Cluster {
         version: CLUSTER_VERSION,
-        name: format!("this machine, {n_ranks} ranks"),
+        name: crate::presets::calibrated_name(n_ranks),
         n_hosts: 1,
         devices_per_host: n_ranks,
         device: Device {

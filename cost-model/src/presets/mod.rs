@@ -162,11 +162,20 @@ pub fn with_hosts(mut cluster: Cluster, n_hosts: u32) -> Result<Cluster, String>
     }
 }
 
+/// The name of this machine with so many CPU ranks.
+pub fn calibrated_name(n_ranks: u32) -> String {
+    format!("this machine, {}", ir::counted(n_ranks, "rank"))
+}
+
 /// The cluster with another number of devices in its one host, all in one pool: CPU ranks.
 /// Says why not when it has several hosts or levels, or the result has problems.
 pub fn with_ranks(mut cluster: Cluster, n_ranks: u32) -> Result<Cluster, String> {
     if cluster.n_hosts != 1 || cluster.levels.len() > 1 {
         return Err("only the ranks of a single host can be chosen".into());
+    }
+    // What `calibrate` measured says with how many.
+    if cluster.name == calibrated_name(cluster.devices_per_host) {
+        cluster.name = calibrated_name(n_ranks);
     }
     cluster.devices_per_host = n_ranks;
     if let Some(level) = cluster.levels.last_mut() {

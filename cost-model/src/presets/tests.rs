@@ -107,6 +107,11 @@ fn hosts_are_joined_by_the_last_level() {
             .to_string()
             .contains("dgx-a100-80gb")
     );
+    // A machine that was measured with four ranks is not called after them when it has three.
+    let mut measured = load("cpu-default", 1).unwrap();
+    measured.name = calibrated_name(measured.devices_per_host);
+    let three = with_ranks(measured, 3).unwrap();
+    assert_eq!(three.name, "this machine, 3 ranks");
     let eight = with_ranks(load("cpu-default", 1).unwrap(), 8).unwrap();
     assert_eq!(
         (

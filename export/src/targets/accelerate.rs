@@ -70,6 +70,7 @@ pub(super) fn write(read: &Read<'_>) -> Result<Written, ExportError> {
             "whole on every rank, as far as FSDP does not split all parameters",
         );
     }
+    missing.add_optimizer(summary, "hands it to accelerator.prepare");
     Ok(Written {
         files: vec![File {
             name: "accelerate.yaml",
@@ -143,9 +144,12 @@ fn fsdp(
     w: &mut String,
     missing: &mut Missing,
 ) -> Result<(), ExportError> {
-    let class = names::block_class(&s.name);
+    let class = names::block_class(&s.family);
     let class = class.ok_or_else(|| {
-        let reason = format!("the class of a block of the family {} is not known", s.name);
+        let reason = format!(
+            "the class of a block of the family {} is not known",
+            s.family
+        );
         inexpressible(TARGET, reason)
     })?;
     if d.zero == 0 && d.data * d.context > 1 {

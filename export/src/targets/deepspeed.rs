@@ -25,6 +25,7 @@ pub(super) fn write(read: &Read<'_>) -> Result<Written, ExportError> {
     missing.add_deviations(summary, super::placed_elsewhere(d));
     let config = config(summary, d, &mut choices, &mut missing);
     in_code(summary, d, &mut choices, &mut missing);
+    missing.add_optimizer(summary, "hands it to deepspeed.initialize");
     let text = serde_json::to_string_pretty(&config).map_err(ExportError::plan)? + "\n";
     Ok(Written {
         files: vec![File {
@@ -166,6 +167,13 @@ fn in_code(s: &Summary, d: &Degrees, choices: &mut Choices, missing: &mut Missin
             "the model",
             format!("{} tensor ranks", d.tensor),
             "nothing: the model's code splits it, and hands its groups over as mpu (Megatron-DeepSpeed)",
+        );
+    }
+    if d.sequence_parallel && d.tensor > 1 {
+        missing.add(
+            "norms and residuals",
+            "split along the sequence over the tensor ranks",
+            "whole on each, unless the model's code splits them: tensor_parallel has no such option",
         );
     }
     if d.context > 1 {

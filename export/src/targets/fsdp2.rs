@@ -179,7 +179,16 @@ fn stages(
 
 fn placements(read: &Read<'_>, w: &mut String, missing: &mut Missing) {
     *w += "\n# How parameters lie over tensor ranks while they are used, and along which dim they are split\n# over \"shard\" at rest: layers, name -> (tensor placement, dim at rest).\nPARAMETERS = [\n";
-    let family = &read.summary.name;
+    let family = &read.summary.family;
+    if names::block_class(family).is_none() {
+        missing.add(
+            "the parameters",
+            "each has a spec",
+            format!(
+                "nothing: the names of the family {family} in transformers are not known, so PARAMETERS is empty"
+            ),
+        );
+    }
     for run in &read.runs {
         let roles: Vec<Role> = run
             .axes
@@ -189,11 +198,13 @@ fn placements(read: &Read<'_>, w: &mut String, missing: &mut Missing) {
         let _ = writeln!(w, "    ({}, {{", layers(&run.names));
         for p in &run.parameters {
             let Some(stored) = names::stored(family, p) else {
-                missing.add(
-                    place(p, run),
-                    "a spec of its own",
-                    "nothing: its name in transformers is not known",
-                );
+                if names::block_class(family).is_some() {
+                    missing.add(
+                        place(p, run),
+                        "a spec of its own",
+                        "nothing: its name in transformers is not known",
+                    );
+                }
                 continue;
             };
             let (tensor, rest) = one(p, run, &roles, &stored, missing);
@@ -206,9 +217,10 @@ fn placements(read: &Read<'_>, w: &mut String, missing: &mut Missing) {
 }
 
 fn place(p: &Parameter, run: &Run) -> String {
-    match run.count {
-        1 => p.path.clone(),
-        _ => format!("{} of {}", p.relative.replace("{}.", ""), run_name(run)),
+    // Blocks alone have equals.
+    match run.count == 1 && !run.name.starts_with("h.") {
+        true => p.path.clone(),
+        false => format!("{} of {}", p.relative.replace("{}.", ""), run_name(run)),
     }
 }
 

@@ -58,6 +58,10 @@ pub(super) fn write(read: &Read<'_>) -> Result<Written, ExportError> {
     w += &batch(read);
     w += CODE;
     not_expressed(read, &mut missing);
+    missing.add_optimizer(
+        &read.summary,
+        "applies it to these parameters, as optax has it",
+    );
     Ok(Written {
         files: vec![File {
             name: "jax_plan.py",

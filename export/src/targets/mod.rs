@@ -12,6 +12,7 @@ use crate::recompute::Recomputed;
 use crate::summary::{Degrees, Subject, Summary};
 use crate::{ExportError, File, NotExpressed, Read};
 use frameworks::{Framework, Vocabulary};
+use ir::Optimizer;
 use ir::plan::ScheduleKind;
 use serde::Serialize;
 
@@ -260,8 +261,54 @@ impl Missing {
         }
     }
 
+    /// Adds that the script, not the file, makes the optimizer, and which one; `to` says what it does
+    /// with it.
+    pub fn add_optimizer(&mut self, summary: &Summary, to: &str) {
+        let decay = |weight_decay: f64| match weight_decay {
+            0.0 => "no weight decay".to_string(),
+            w => format!("weight decay {w} of parameters with two or more dims"),
+        };
+        let what = match summary.optimizer {
+            Optimizer::AdamW {
+                beta1,
+                beta2,
+                eps,
+                weight_decay,
+            } => format!(
+                "AdamW with betas {beta1} and {beta2}, eps {eps:e}, {}",
+                decay(weight_decay)
+            ),
+            Optimizer::Sgd {
+                momentum,
+                weight_decay,
+            } => format!("SGD with momentum {momentum}, {}", decay(weight_decay)),
+        };
+        let instead = format!("nothing: the script makes it, with its learning rate, and {to}");
+        self.add("the optimizer", what, instead);
+    }
+
+    /// All of it. What is said alike of equal layers that do not follow each other is said once.
     pub fn list(self) -> Vec<NotExpressed> {
-        self.0
+        let mut folded: Vec<(NotExpressed, Vec<String>)> = Vec::new();
+        for n in self.0 {
+            let (name, layers) = match n.place.split_once(" of ") {
+                Some((name, layers)) => (name.to_string(), vec![layers.to_string()]),
+                None => (n.place.clone(), Vec::new()),
+            };
+            let one = NotExpressed { place: name, ..n };
+            match folded.iter_mut().find(|(f, l)| *f == one && !l.is_empty()) {
+                Some((_, all)) if !layers.is_empty() => all.extend(layers),
+                _ => folded.push((one, layers)),
+            }
+        }
+        let joined = |(one, layers): (NotExpressed, Vec<String>)| match layers.is_empty() {
+            true => one,
+            false => NotExpressed {
+                place: format!("{} of {}", one.place, layers.join(", ")),
+                ..one
+            },
+        };
+        folded.into_iter().map(joined).collect()
     }
 }
 
@@ -354,6 +401,28 @@ mod tests {
             sequence_parallel: false,
             micro_batch: 1,
         }
+    }
+
+    #[test]
+    fn what_is_said_of_equal_layers_is_said_once() {
+        let mut missing = Missing::default();
+        for layers in ["h.0 to h.4", "h.6 to h.10", "h.12"] {
+            for name in ["attn.q.weight", "attn.k.weight"] {
+                missing.add(format!("{name} of {layers}"), "split", "whole");
+            }
+        }
+        missing.add("attn.q.weight of h.5", "split otherwise", "whole");
+        missing.add("experts", "split", "whole");
+        let places: Vec<String> = missing.list().into_iter().map(|n| n.place).collect();
+        assert_eq!(
+            places,
+            [
+                "attn.q.weight of h.0 to h.4, h.6 to h.10, h.12",
+                "attn.k.weight of h.0 to h.4, h.6 to h.10, h.12",
+                "attn.q.weight of h.5",
+                "experts"
+            ]
+        );
     }
 
     #[test]

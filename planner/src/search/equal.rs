@@ -73,10 +73,11 @@ impl Search<'_> {
         let n_layers = self.layers().kind.len();
         let devices = self.cluster.n_devices();
         let shapes = self.shapes(batch);
+        let of_matmuls = self.least_matmul_s(batch);
         let mut order: Vec<(Least, usize, Vec<Way<'_>>)> = (0..self.submeshes.len())
             .filter(|&i| (devices / self.submeshes[i].n_devices) as usize <= n_layers)
             .map(|i| {
-                let ways = self.ways(&shapes, i, (batch, m), schedule, larger);
+                let ways = self.ways(&shapes, i, (batch, m, of_matmuls), schedule, larger);
                 let least = ways.iter().fold(Least::NONE, |l, way| l.or(&way.least));
                 (least, i, ways)
             })
@@ -202,24 +203,26 @@ impl Search<'_> {
         larger: &Larger,
     ) -> f64 {
         let shapes = self.shapes(batch);
+        let of_matmuls = self.least_matmul_s(batch);
         let ways = (0..self.submeshes.len())
             .filter(|&i| self.n_stages(i) as usize <= self.layers().kind.len())
-            .flat_map(|i| self.ways(&shapes, i, (batch, m), schedule, larger));
+            .flat_map(|i| self.ways(&shapes, i, (batch, m, of_matmuls), schedule, larger));
         ways.map(|way| way.least.of_both())
             .fold(f64::INFINITY, f64::min)
     }
 
-    /// The shapes of a submesh with what pipelines over it cost at least.
+    /// The shapes of a submesh with what pipelines over it cost at least; the matmuls of all layers take
+    /// `of_matmuls` seconds at least on one device.
     fn ways<'s>(
         &self,
         shapes: &'s [Shape],
         submesh: usize,
-        (batch, m): (u64, u32),
+        (batch, m, of_matmuls): (u64, u32, f64),
         schedule: ScheduleKind,
         larger: &Larger,
     ) -> Vec<Way<'s>> {
         let n_devices = self.submeshes[submesh].n_devices.max(1);
-        let of_matmuls = self.least_matmul_s(batch) / f64::from(n_devices);
+        let of_matmuls = of_matmuls / f64::from(n_devices);
         let own = shapes
             .iter()
             .enumerate()

@@ -163,8 +163,11 @@ impl Search<'_> {
                     .fetch_or(!more.found.is_empty(), Ordering::Relaxed);
                 solved.push(more);
             }
-            self.watcher
-                .see(|| self.progress(&order, &solved, schedule, &larger));
+            // Nobody reads of a search that is over, and to bound what is left takes a while.
+            if !self.ends() {
+                self.watcher
+                    .see(|| self.progress(&order, &solved, schedule, &larger));
+            }
         }
         for (&batch, solved) in order.iter().zip(solved).rev() {
             stats.candidates += solved.candidates;
@@ -324,21 +327,27 @@ impl Search<'_> {
         if !self.mixes_submeshes() && schedule.virtual_stages() == 1 {
             return self.solve_equal(batch, m, schedule, reserve, to_beat, larger);
         }
+        let unsolved = || Solved {
+            lower: self.least_of_batch(batch, schedule, larger),
+            ..Solved::nothing()
+        };
         if self.ends() {
-            let mut solved = Solved::nothing();
-            solved.lower = self.least_of_batch(batch, schedule, larger);
-            return solved;
+            return unsolved();
         }
         let shapes = self.shapes(batch);
-        let candidates: Vec<Result<Candidate, ModelError>> = shapes
-            .par_iter()
-            .enumerate()
-            .map(|(i, shape)| self.candidate(i, shape, batch, m, reserve))
-            .collect();
+        let candidates = shapes.par_iter().enumerate().map(|(i, shape)| {
+            let candidate = || self.candidate(i, shape, batch, m, reserve);
+            (!self.ends()).then(candidate)
+        });
+        let candidates: Vec<Option<Result<Candidate, ModelError>>> = candidates.collect();
+        // Another microbatch size had a pipeline first.
+        if self.ends() {
+            return unsolved();
+        }
         let mut solved = Solved::nothing();
         let mut usable = Vec::new();
         let mut unpriced = false;
-        for c in candidates {
+        for c in candidates.into_iter().flatten() {
             match c {
                 Ok(c) => usable.push(c),
                 Err(e) => {
@@ -352,7 +361,10 @@ impl Search<'_> {
         // A shape that could not be priced might be better than all that were.
         solved.lower = if unpriced { 0.0 } else { lower };
         match found {
-            Ok(choice) => solved.found.push(choice),
+            Ok(choice) => {
+                solved.found.push(choice);
+                self.has_found.store(true, Ordering::Relaxed);
+            }
             Err(e) => solved.error = Some(nearer(solved.error, e)),
         }
         let interleaved = to_beat.interleaved;
@@ -372,7 +384,11 @@ impl Search<'_> {
                 .kind
                 .len()
                 .min(self.cluster.n_devices() as usize);
-            for p in (1..=most).filter(|p| self.cluster.pool.is_some() || p.is_power_of_two()) {
+            let counts = (1..=most).filter(|p| self.cluster.pool.is_some() || p.is_power_of_two());
+            for p in counts {
+                if self.ends() {
+                    break;
+                }
                 let one = self.solve_over(
                     &all,
                     &usable,

@@ -164,6 +164,20 @@ fn filling(p: &Pipeline) -> u32 {
     }
 }
 
+/// The proofs of a plan's stages as far as they were made with it: the bound of a stage that was chosen
+/// under assumptions is zero, for it would be one of these alone.
+fn unproved(taken: &Taken) -> Vec<StageProof> {
+    let mut proofs = taken.played.plan.proof.stages.clone();
+    if taken.pipeline.assumed != Assumed::default() {
+        for stage in &mut proofs {
+            stage.method = "assumed costs".into();
+            stage.lower_bound_s = Seconds(0.0);
+            stage.gap = f64::from(u8::from(stage.objective_s.0 > 0.0));
+        }
+    }
+    proofs
+}
+
 /// The decisions that a plan is told from another by.
 fn decided(plan: &Plan) -> (&[LayerStrategy], &[StagePlan]) {
     (&plan.layer_strategies, &plan.stages)
@@ -282,7 +296,12 @@ impl Search<'_> {
         }
         Ok(match best.simplest() {
             Some((taken, simpler)) => {
-                let proofs = self.stage_proofs(forward, &taken)?;
+                // Whoever ends the search does without the bounds of stages, whose making takes as long
+                // as a good part of it.
+                let proofs = match self.ends() {
+                    true => unproved(&taken),
+                    false => self.stage_proofs(forward, &taken)?,
+                };
                 let Played {
                     mut plan,
                     training,
@@ -336,13 +355,23 @@ impl Search<'_> {
                 break;
             }
             let some: Vec<_> = waiting.drain(..waiting.len().min(AT_ONCE)).collect();
-            let outcomes = some.par_iter().map(|(p, reserve, _)| {
+            let outcomes = some.par_iter().enumerate().map(|(i, (p, reserve, _))| {
+                // Once the search is to end the first that fits will do; where it does not, the next
+                // has its turn.
+                if i > 0 && self.ends() {
+                    return Ok(None);
+                }
                 let made = self.assemble(forward, p, *reserve, false)?;
                 let defect = || PlanError::Defect("a chosen pipeline has no strategies".into());
-                self.play(forward, made.ok_or_else(defect)?)
+                self.play(forward, made.ok_or_else(defect)?).map(Some)
             });
             let outcomes = outcomes.collect::<Result<Vec<_>, PlanError>>()?;
+            let mut left = Vec::new();
             for ((mut p, reserve, times), outcome) in some.into_iter().zip(outcomes) {
+                let Some(outcome) = outcome else {
+                    left.push((p, reserve, times));
+                    continue;
+                };
                 match outcome {
                     Outcome::Overrun(over) => {
                         let all = over.saturating_add(reserve.saturating_sub(asked));
@@ -374,6 +403,9 @@ impl Search<'_> {
                         self.compare(best, played, &p, reserve, known, stats);
                     }
                 }
+            }
+            for one in left.into_iter().rev() {
+                waiting.push_front(one);
             }
         }
         let ranked = &mut simulated.ranked;

@@ -25,7 +25,7 @@ pub use price::{Priced, price, priced};
 
 use crate::recipes::{Facts, bounds::Sizes};
 use crate::{Pins, PlanError, PlanOptions, Planned, layered, search};
-use frameworks::Profile;
+use frameworks::{ContextRanks, Profile};
 use ir::cluster::Cluster;
 use ir::op::SequenceOrder;
 use ir::plan::{MadeFor, Proof};
@@ -170,7 +170,9 @@ impl Trial<'_> {
         let is_zigzag = is_in_zigzag_order(self.forward);
         let ranks = 2 * u64::from(point.context);
         let zigzag = !is_zigzag && self.train.sequence.is_multiple_of(ranks);
-        let own = point.pins(self.model, self.profile.split, zigzag);
+        let ranks = self.profile.framework.vocabulary().context;
+        let ranks = (ranks.unwrap_or(ContextRanks::Tokens), zigzag);
+        let own = point.pins(self.model, self.profile.split, ranks);
         let own = Pins::parse(&own).map_err(|e| PlanError::Defect(e.to_string()))?;
         let asked = &self.options.pins;
         // What the user says of single tensors and of stages counts before the framework's own.

@@ -3,8 +3,8 @@
 
 use super::layout::Model;
 use crate::recipes::Facts;
-use crate::{Pins, PlanError};
-use frameworks::{Framework, Recomputation, SequenceParallel, Split, Vocabulary};
+use crate::{ContextAttention, Pins, PlanError};
+use frameworks::{ContextRanks, Framework, Recomputation, SequenceParallel, Split, Vocabulary};
 use ir::cluster::Cluster;
 use ir::plan::ScheduleKind;
 use ir::{TrainSpec, counted};
@@ -100,9 +100,14 @@ impl Point {
         words.join(", ")
     }
 
-    /// The pins that describe the plan of this point; `zigzag` says whether sequences are still to
-    /// be stored in that order.
-    pub fn pins(&self, model: &Model, split: Split, zigzag: bool) -> Vec<String> {
+    /// The pins that describe the plan of this point, in which ranks that split sequences do as
+    /// `ranks` says; `zigzag` says whether sequences are still to be stored in that order.
+    pub fn pins(
+        &self,
+        model: &Model,
+        split: Split,
+        (ranks, zigzag): (ContextRanks, bool),
+    ) -> Vec<String> {
         let mut pins = vec![
             format!("data={}", self.data),
             format!("tensor={}", self.tensor),
@@ -113,11 +118,15 @@ impl Point {
         ];
         if self.context > 1 {
             pins.push(format!("context={}", self.context));
-            // Routing looks at all tokens of a sample in their order.
-            if zigzag && model.experts.is_none() {
+            // Routing looks at all tokens of a sample in their order, and so does attention of whole
+            // sequences.
+            if zigzag && model.experts.is_none() && ranks == ContextRanks::Tokens {
                 pins.push("context_order=zigzag".into());
             }
-            pins.push("context_attention=gather".into());
+            pins.push(match ranks {
+                ContextRanks::Tokens => "context_attention=gather".into(),
+                ContextRanks::Heads => "context_attention=ulysses".into(),
+            });
         }
         pins.extend(recompute_pins(self.recompute, model));
         let several = self.virtual_stages > 1 && self.pipeline > 1;
@@ -202,7 +211,7 @@ impl<'a> Space<'a> {
         let (v, pins) = (&self.vocabulary, self.pins);
         let degrees = [
             ("tensor", pins.tensor, v.tensor),
-            ("context", pins.context, v.context),
+            ("context", pins.context, v.context.is_some()),
             ("expert", pins.expert, v.expert),
             ("pipeline", pins.pipeline, v.pipeline),
             ("virtual", pins.virtual_stages, v.interleaved),
@@ -217,12 +226,21 @@ impl<'a> Space<'a> {
         let zero = pins.zero.filter(|z| !is_known(z));
         let context = pins.context.filter(|n| *n > 1);
         let whole = context.filter(|_| pins.zero == Some(0) && v.splits_states_over_context);
+        let is_of_heads = v.context == Some(ContextRanks::Heads);
+        let attention = pins
+            .context_attention
+            .filter(|a| is_of_heads && context.is_some() && *a != ContextAttention::Ulysses);
+        let order = is_of_heads && context.is_some() && pins.zigzag;
         let offload = pins.offload.is_some();
         degree
             .or(schedule)
             .or(zero.map(|z| format!("zero={z}")))
             .or(whole.map(|n| {
                 format!("zero=0 with context={n}, over whose ranks it always splits states")
+            }))
+            .or(attention.map(|a| format!("context_attention={}", a.name())))
+            .or(order.then(|| {
+                "context_order=zigzag, whose ranks have whole sequences of some heads".into()
             }))
             .or(offload.then(|| "offload, of which no process of it was modelled".into()))
     }
@@ -239,8 +257,10 @@ impl<'a> Space<'a> {
             short if short < LONG_SEQUENCE => 1,
             long => long / TOKENS_OF_CONTEXT_RANK,
         };
-        let contexts = self.degree(pins.context, v.context, |c| {
-            c.is_power_of_two() && u64::from(c) <= most_context
+        let contexts = self.degree(pins.context, v.context.is_some(), |c| {
+            let has_heads =
+                v.context != Some(ContextRanks::Heads) || self.model.heads.is_multiple_of(c.into());
+            c.is_power_of_two() && u64::from(c) <= most_context && has_heads
         });
         let mut shapes = Vec::new();
         for &tensor in &tensors {

@@ -4,6 +4,8 @@ use super::point::Space;
 use super::*;
 use frameworks::{Framework, Recomputation, Software, Split};
 use ir::Precision;
+use ir::collective::CollectiveKind;
+use ir::program::InstrKind;
 use std::path::Path;
 
 /// A framework that takes what Meshwright's own runtime takes.
@@ -103,6 +105,12 @@ fn what_the_software_has_no_words_for_is_refused() {
     assert!(said("deepspeed", "tensor=2").starts_with("DeepSpeed cannot express tensor=2;"));
     assert!(said("megatron-core", "schedule=zb_v").contains("cannot express schedule="));
     assert!(said("megatron-deepspeed", "context=2").contains("cannot express context=2"));
+    let ring = planned("deepspeed", plain, &["context=2", "context_attention=ring"]);
+    let ring = ring.unwrap_err().to_string();
+    assert!(
+        ring.contains("cannot express context_attention=ring"),
+        "{ring}"
+    );
     assert!(said("horovod", "zero=1").contains("no such software"));
     // FSDP's mesh is made of data and context ranks.
     let both = planned("torchtitan", plain, &["zero=0", "context=2"]);
@@ -111,6 +119,21 @@ fn what_the_software_has_no_words_for_is_refused() {
         both.contains("cannot express zero=0 with context=2"),
         "{both}"
     );
+}
+
+/// DeepSpeed splits sequences by `sequence_parallel_size`, which exchanges tokens for heads.
+#[test]
+fn ranks_that_split_sequences_do_as_the_software_does() {
+    let pins = ["data=2", "context=2"];
+    let exchanges = |name: &str| {
+        let program = planned(name, plain, &pins).unwrap().program;
+        let templates = program.roles.iter().flat_map(|r| &r.templates);
+        let all = templates.flat_map(|t| &t.instructions);
+        let is_one = |k: &InstrKind| matches!(k, InstrKind::Collective { kind, .. } if *kind == CollectiveKind::AllToAll);
+        all.filter(|i| is_one(&i.kind)).count()
+    };
+    assert!(exchanges("deepspeed") > 0);
+    assert_eq!(exchanges("megatron-core"), 0);
 }
 
 #[test]
@@ -228,7 +251,9 @@ fn the_layout_of_blocks_is_megatrons() {
         schedule: ir::plan::ScheduleKind::OneFOneB,
     };
     assert_eq!(
-        point.pins(&model, Split::Layers, false).join(" "),
+        point
+            .pins(&model, Split::Layers, (ContextRanks::Tokens, false))
+            .join(" "),
         "data=4 tensor=2 pipeline=2 zero=1 microbatch=4 schedule=1f1b \
          recompute:h.*.norm_1=yes recompute:h.*.norm_2=yes recompute=none virtual=2 \
          split=9/8/8/9 spec:h.*.norm_1=[data,tensor,_] spec:h.*.norm_2=[data,tensor,_] \

@@ -15,6 +15,7 @@ use super::local::Local;
 use super::message::{Play, Played, Samples};
 use super::script::{Script, Scripts, Step};
 use crate::arena::View;
+use crate::clock::InLine;
 use crate::data::Batches;
 use crate::device::{Device, Place, Space, Tensor, Work};
 use crate::error::RuntimeError;
@@ -91,6 +92,8 @@ pub(crate) struct RankState<D: Device, F: Fabric<D>> {
     peak_scratch: u64,
     /// Seconds of the present step in which it waited for others.
     waited_s: f64,
+    /// That time of the thread that plays it, known from its first step on.
+    in_line: Option<InLine>,
     orders: Option<Orders>,
     record: Option<Record>,
     /// Where the norm of the gradient is computed, if a step can be given up there.
@@ -162,6 +165,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
             calls,
             peak_scratch: 0,
             waited_s: 0.0,
+            in_line: None,
             orders: options.orders.map(|seed| Orders::new(seed, rank)),
             record: (options.record.as_ref())
                 .map(|(folder, plan)| Record::create(folder, plan, rank))
@@ -214,6 +218,8 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
     pub fn play(&mut self, play: &Play) -> Result<Played, RuntimeError> {
         let began_s = self.options.epoch.elapsed().as_secs_f64();
         self.waited_s = 0.0;
+        let in_line = self.in_line.get_or_insert_with(InLine::of_this_thread);
+        let in_line_before_s = in_line.seconds();
         self.fabric.prepare(&mut self.device)?;
         let loss_scale = self.loss_scale()?;
         let mut spans = play.profile.then(Vec::new);
@@ -248,11 +254,13 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
         };
         let norm = scalar(self.this().grad_norm)?;
         let ended_s = self.options.epoch.elapsed().as_secs_f64();
+        let in_line_s = self.in_line.as_ref().map_or(0.0, InLine::seconds);
         Ok(Played {
             began_s,
             spent: Spent {
                 work_s: ended_s - began_s - self.waited_s,
                 wait_s: self.waited_s,
+                in_line_s: (in_line_s - in_line_before_s).max(0.0),
             },
             loss: scalar(self.this().loss)?,
             grad_norm: norm.map(|norm| f64::from(norm) / loss_scale.unwrap_or(1.0)),

@@ -786,7 +786,7 @@ fn workers_are_told_and_tell_by_messages() {
         for member in members {
             let told = member.join().unwrap().unwrap_err();
             assert!(
-                matches!(&told, RuntimeError::Ended(e) if *e == error.to_string()),
+                matches!(&told, RuntimeError::EndedByFirst(e) if *e == error.to_string()),
                 "{told}"
             );
         }

@@ -1,5 +1,7 @@
-//! The form of a message between processes: the length of the head, the head as MessagePack, and
-//! bytes of a block, whose places in it the head says.
+//! The form of a message between processes: the length of the head, the head as MessagePack, bytes
+//! of a block, whose places in it the head says, and a CRC-32 of all of it. TCP's own checksum has 16
+//! bits, and is made anew by network cards and whatever else passes packets on: a bit that one of them
+//! turns would be a gradient.
 //!
 //! Only processes that know the run's token get this far. A length is still believed no further
 //! than bytes arrive: a head is read as it comes, and a block's pages are touched where bytes are
@@ -9,6 +11,7 @@ use crate::arena::Bytes;
 use crate::execute::message::{Answer, Reply, Request};
 use crate::fabric::Collective;
 use crate::fabric::threads::Channel;
+use crc32fast::Hasher as Crc;
 use ir::Rank;
 use serde::{Deserialize, Serialize};
 use std::io::{self, ErrorKind, Read, Write};
@@ -208,26 +211,39 @@ pub(crate) fn write(to: &mut impl Write, letter: &Letter) -> io::Result<()> {
     let head = (packet.len() as u64 - 8).to_le_bytes();
     packet[..8].copy_from_slice(&head);
     let body = letter.head.parts().zip(letter.body.as_deref());
-    let Some((parts, block)) = body else {
-        return to.write_all(&packet);
-    };
-    let pieces = parts.ranges.iter().map(|r| &block[r.clone()]);
-    if parts.bytes() <= SHORT {
-        pieces.for_each(|piece| packet.extend_from_slice(piece));
+    let pieces = body.into_iter().flat_map(|(parts, block)| {
+        let ranges = parts.ranges.iter();
+        ranges.map(|r| &block[r.clone()])
+    });
+    let mut sum = Crc::new();
+    sum.update(&packet);
+    if body.is_none_or(|(parts, _)| parts.bytes() <= SHORT) {
+        for piece in pieces {
+            sum.update(piece);
+            packet.extend_from_slice(piece);
+        }
+        packet.extend_from_slice(&sum.finalize().to_le_bytes());
         return to.write_all(&packet);
     }
     to.write_all(&packet)?;
-    pieces.into_iter().try_for_each(|piece| to.write_all(piece))
+    for piece in pieces {
+        sum.update(piece);
+        to.write_all(piece)?;
+    }
+    to.write_all(&sum.finalize().to_le_bytes())
 }
 
 /// Reads a message, with its block where it has one; nothing where the other end has closed.
 ///
-/// Fails at the first byte that cannot be one of a message.
+/// Fails at the first byte that cannot be one of a message, and where the message is not the one that
+/// was sent.
 pub(crate) fn read(from: &mut impl Read) -> io::Result<Option<(Head, Bytes)>> {
     let mut len = [0; 8];
     if !begins(from, &mut len)? {
         return Ok(None);
     }
+    let mut sum = Crc::new();
+    sum.update(&len);
     let len = u64::from_le_bytes(len);
     if len > LONGEST_HEAD {
         return Err(bad(format_args!(
@@ -238,16 +254,23 @@ pub(crate) fn read(from: &mut impl Read) -> io::Result<Option<(Head, Bytes)>> {
     if from.take(len).read_to_end(&mut head)? as u64 != len {
         return Err(ErrorKind::UnexpectedEof.into());
     }
+    sum.update(&head);
     let head: Head = rmp_serde::from_slice(&head).map_err(bad)?;
-    let Some(parts) = head.parts() else {
-        return Ok(Some((head, Bytes::default())));
-    };
-    parts.check()?;
-    let mut block = Bytes::zeroed(parts.len);
-    for range in &parts.ranges {
-        from.read_exact(&mut block[range.clone()])?;
+    let mut block = Bytes::default();
+    if let Some(parts) = head.parts() {
+        parts.check()?;
+        block = Bytes::zeroed(parts.len);
+        for range in &parts.ranges {
+            from.read_exact(&mut block[range.clone()])?;
+            sum.update(&block[range.clone()]);
+        }
     }
-    Ok(Some(head.take_back(block)))
+    let mut sent = [0; 4];
+    from.read_exact(&mut sent)?;
+    match u32::from_le_bytes(sent) == sum.finalize() {
+        true => Ok(Some(head.take_back(block))),
+        false => Err(bad("a message has other bits than were sent")),
+    }
 }
 
 /// Fills a buffer, or finds that nothing comes any more.

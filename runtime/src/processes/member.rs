@@ -69,7 +69,7 @@ pub fn serve(
                 crew.tell(rank, request);
             }
             Ok(Asked::Over(None)) => return Ok(()),
-            Ok(Asked::Over(Some(error))) => return Err(RuntimeError::Ended(error)),
+            Ok(Asked::Over(Some(error))) => return Err(RuntimeError::EndedByFirst(error)),
             // Process 0 ends a run once a rank has failed.
             Err(RecvTimeoutError::Timeout) => {
                 let failed = *failed.lock().unwrap_or_else(PoisonError::into_inner);

@@ -73,7 +73,7 @@ pub enum JoinError {
         problem: String,
     },
     /// Some processes did not come.
-    #[error("of {of} processes {} did not join in {seconds} s", numbers(missing))]
+    #[error("of {of} processes, {} did not join in {seconds} s", numbers(missing))]
     Missing {
         /// Their numbers.
         missing: Vec<usize>,
@@ -119,7 +119,12 @@ pub enum JoinError {
 
 fn numbers(all: &[usize]) -> String {
     let words: Vec<String> = all.iter().map(usize::to_string).collect();
-    words.join(", ")
+    let noun = if all.len() == 1 {
+        "process"
+    } else {
+        "processes"
+    };
+    format!("{noun} {}", words.join(", "))
 }
 
 /// Who a process is, for messages, and to count those of one host.

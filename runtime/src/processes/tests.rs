@@ -366,6 +366,12 @@ fn frames_carry_the_parts_that_are_needed() {
         };
         assert!(block.iter().enumerate().all(|(i, &b)| b == expected(i)));
         assert!(frame::read(&mut &wire[..0]).unwrap().is_none());
+        // One bit, anywhere.
+        for at in (0..wire.len()).step_by(1 + wire.len() / 500) {
+            wire[at] ^= 0x10;
+            assert!(frame::read(&mut &wire[..]).is_err(), "byte {at}");
+            wire[at] ^= 0x10;
+        }
         assert!(frame::read(&mut &wire[..wire.len() - 1]).is_err());
     }
 }

@@ -20,6 +20,8 @@ use serde_json::Value;
 
 /// The request to the planner for a job.
 pub struct Request {
+    /// The model's name, where it is one that is built in.
+    pub name: Option<String>,
     /// The forward graph.
     pub forward: Graph,
     /// The model.
@@ -150,16 +152,27 @@ pub fn request(args: &ImportJobArgs, job: &Job) -> Result<Request, Failure> {
         ..TrainSpec::default()
     };
     if let Some(problem) = train.problems().first() {
+        // What a flag said is not the file's.
         return Err(
-            Failure::new(Exit::BadInput, format!("the job's training: {problem}"))
-                .help("correct it in the file"),
+            match args.sequence.filter(|_| problem.starts_with("sequence")) {
+                Some(n) => Failure::new(Exit::Usage, format!("--sequence {n}: {problem}"))
+                    .help("give another --sequence"),
+                None => Failure::new(Exit::BadInput, format!("the job's training: {problem}"))
+                    .help("correct it in the file"),
+            },
         );
     }
     let forward = model.graph(sequence, train.dropout)?;
     let profile = (other.profile)(&other.made_for, &cluster, &train);
     let profile = profile.map_err(|e| Failure::new(Exit::BadInput, e))?;
     let pins = pins(job, &profile, &forward, (data, sequence))?;
+    let name = match (&args.model, &job.model) {
+        (Some(path), _) => model::built_in(path)?,
+        (None, jobs::Model::BuiltIn(name)) => Some(name.to_string()),
+        (None, _) => None,
+    };
     Ok(Request {
+        name,
         forward,
         train,
         cluster,
@@ -248,8 +261,12 @@ fn data_ranks(args: &ImportJobArgs, job: &Job, cluster: &Cluster) -> Result<u32,
             "the job has {} tensor x {} context x {} pipeline ranks, which do not divide the {n} devices of {}",
             job.tensor, job.context, job.pipeline, cluster.name
         );
-        return Err(Failure::new(Exit::BadInput, what)
-            .help("give the number of hosts that it runs on with --hosts"));
+        return Err(match args.hosts {
+            Some(n) => Failure::new(Exit::Usage, format!("--hosts {n}: {what}"))
+                .help("give the number of hosts that the job runs on"),
+            None => Failure::new(Exit::BadInput, what)
+                .help("give the number of hosts that it runs on with --hosts"),
+        });
     };
     let data = n / product;
     // Other hosts than the job's own leave other data ranks.
@@ -451,7 +468,9 @@ fn pins(
     };
     // Megatron-LM and torchtitan hand sequences out so that causal attention is shared evenly.
     let zigzag = sequence.is_multiple_of(2 * u64::from(job.context));
-    let mut pins = point.pins(&blocks, split, zigzag);
+    let ranks = profile.framework.vocabulary().context;
+    let ranks = ranks.unwrap_or(frameworks::ContextRanks::Tokens);
+    let mut pins = point.pins(&blocks, split, (ranks, zigzag));
     if let Split::Counts(counts) = &job.split {
         let counts: Vec<String> = counts.iter().map(u64::to_string).collect();
         pins.retain(|p| !p.starts_with("split="));
@@ -527,6 +546,7 @@ impl Request {
         let mut unbounded = self.cluster.clone();
         unbounded.device.memory_bytes = UNBOUNDED;
         let options = PlanOptions {
+            name: self.name.clone(),
             pins: Pins::parse(pins).map_err(compile::pin_failure)?,
             headroom: Some(0.0),
             made_for: Some(other.clone()),
@@ -568,6 +588,7 @@ impl Request {
     /// The fastest plan of the software that fits, with some choices pinned.
     pub fn searched(&self, pins: &[String]) -> Result<Result<Priced, planner::PlanError>, Failure> {
         let options = PlanOptions {
+            name: self.name.clone(),
             pins: Pins::parse(pins).map_err(compile::pin_failure)?,
             made_for: Some(self.overlapping.as_ref().unwrap_or(&self.other).clone()),
             ..PlanOptions::default()

@@ -13,6 +13,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+/// How long processes have to come together, however short `--time-out` is: that is chosen for steps,
+/// and a process that starts reads, lowers and checks the plan first. On a busy machine this took more
+/// than the two seconds that a soak of kills gave it.
+const LEAST_TO_JOIN: Duration = Duration::from_secs(20);
+
 /// Which processes have the ranks of a run.
 #[derive(Debug)]
 pub enum Setting {
@@ -166,7 +171,7 @@ pub fn gather(
         return Ok(None);
     }
     let fingerprint = fingerprint(args, loaded);
-    let patience = Duration::from_secs(args.time_out);
+    let patience = Duration::from_secs(args.time_out).max(LEAST_TO_JOIN);
     let alone = |processes| Company {
         processes: Arc::new(processes),
         children: None,
@@ -221,6 +226,8 @@ pub fn gather(
             let place = launched.place;
             if place.index > 0 {
                 let find = &mut || Ok((address.clone(), token.clone()));
+                // One that is not let in, as its token is another one, is told no later than asked.
+                let patience = Duration::from_secs(args.time_out);
                 return Ok(Some(alone(join(place, &fingerprint, patience, find)?)));
             }
             let host = Host::open(bound(args, &address)?, token)?;
