@@ -293,7 +293,7 @@ mod tests {
         let mut fused = costs.clone();
         let of_first = fused.instructions[0].iter_mut().flatten();
         of_first.for_each(|c| c.seconds = 0.0);
-        let first = roofline(&program, &cluster, &fused, &|_, _| None).unwrap();
+        let first = roofline(&program, &cluster, &fused, &|_| Vec::new()).unwrap();
         let total = first[0].total();
         assert!(
             total.floor_s.is_none_or(|s| s == 0.0) && total.fused > 0,
