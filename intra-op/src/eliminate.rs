@@ -9,7 +9,8 @@
 //! Strategies of a node that no table of an elimination tells apart (equal layouts, as a
 //! neighbour sees them) have one row in its message.
 //!
-//! Invariants: exact in integers; ties go to the lowest index; the order depends only on
+//! Invariants: exact in integers, up to [`Eliminated::exact_below`] where strategies were left out
+//! ([`near`]); ties go to the lowest index; the order depends only on
 //! sizes and edges, so one [`Eliminator`] serves many prices. Message scopes are laid out
 //! with the node that is eliminated next innermost, so that inner loops run along memory.
 //! Method: bucket elimination, Dechter 1999; greedy orders ([`order`]).
@@ -30,6 +31,7 @@ use super::problem::{Cost, Edge, Table};
 use classes::Classes;
 use kernel::{Cell, INFINITE};
 use near::Near;
+pub use near::WORTH_MESSAGES;
 use order::Order;
 
 /// Eliminations with more sums than this look for strategies with equal rows; with fewer, the
@@ -127,12 +129,12 @@ enum Messages {
 /// The result of elimination for one set of node costs.
 #[derive(Clone, Debug)]
 pub struct Eliminated<'a> {
-    /// That of the strategies that were looked at.
+    /// The elimination of the strategies that were looked at.
     eliminator: Cow<'a, Eliminator>,
     costs: Vec<Vec<u64>>,
     messages: Messages,
     table: Vec<Cost>,
-    /// Where not all were.
+    /// The limit up to which that was exact, where not all strategies were looked at.
     near: Option<Near>,
 }
 
@@ -610,9 +612,18 @@ fn spread<C: Cell>(table: &[C], width: usize, wanted: &[u32]) -> Vec<C> {
 
 impl Eliminated<'_> {
     /// Returns the least cost for each choice of the kept nodes, the last kept node innermost; one
-    /// entry if none is kept.
+    /// entry if none is kept. From [`exact_below`](Self::exact_below) on entries are bounds.
     pub fn table(&self) -> &[Cost] {
         &self.table
+    }
+
+    /// The cells of all messages that were made.
+    pub fn kept_cells(&self) -> u64 {
+        let cells: usize = match &self.messages {
+            Messages::Floats(made) => made.iter().map(Vec::len).sum(),
+            Messages::Integers(made) => made.iter().map(Vec::len).sum(),
+        };
+        cells as u64
     }
 
     /// Returns the cost from which on the table's entries are no more than bounds, and decoded
@@ -621,7 +632,8 @@ impl Eliminated<'_> {
         self.near.as_ref().map(|near| near.from)
     }
 
-    /// Returns the least cost with these strategies at the kept nodes.
+    /// Returns the least cost with these strategies at the kept nodes, or a bound on it from
+    /// [`exact_below`](Self::exact_below) on.
     ///
     /// # Panics
     /// If `kept` does not have one valid strategy per kept node.
@@ -645,7 +657,7 @@ impl Eliminated<'_> {
     }
 
     /// Returns a best choice of all nodes, given strategies of the kept ones. Where
-    /// [`cost`](Self::cost) is forbidden the choice is arbitrary.
+    /// [`cost`](Self::cost) is forbidden or a bound the choice is arbitrary.
     pub fn decode(&self, kept: &[u32]) -> Vec<u32> {
         match &self.near {
             None => self.decode_all(kept),

@@ -24,7 +24,7 @@ mod dominance;
 /// Cost quantum: seconds per unit of the integer costs that solvers see.
 pub(crate) const QUANTUM_S: f64 = 1e-10;
 /// Elimination tables beyond this many cells are refused.
-const MAX_CELLS: u64 = 40_000_000;
+const MAX_CELLS: u64 = 64_000_000;
 /// Up to so many cells (32 MB) an elimination is kept for decoding; a larger one is made again.
 const KEPT_CELLS: u64 = 4_000_000;
 
@@ -465,16 +465,17 @@ impl LayerModel {
 }
 
 impl WeightedLayer<'_> {
-    /// The matrix under some weights; the weights of time must be those of `weighted`. With a slack,
-    /// it need only be exact up to so much above the least, relatively ([`Eliminator::run_near`]).
-    pub(crate) fn price(&self, weights: Weights, slack: Option<f64>) -> PricedLayer<'_> {
+    /// The matrix under some weights; the weights of time must be those of `weighted`. With a slack
+    /// it need only be exact up to so much above the least, relatively, where all of it would take so
+    /// many sums or more ([`Eliminator::run_near`]).
+    pub(crate) fn price(&self, weights: Weights, near: Option<(f64, u64)>) -> PricedLayer<'_> {
         let groups = &self.model.groups;
         let node_costs: Vec<Vec<Cost>> = groups
             .iter()
             .map(|g| g.choices.iter().map(|c| weights.cost(c)).collect())
             .collect();
-        let found = match slack {
-            Some(slack) => self.eliminator.run_near(&node_costs, slack),
+        let found = match near {
+            Some((slack, worth)) => self.eliminator.run_near(&node_costs, slack, worth),
             None => self.eliminator.run(&node_costs),
         };
         let (rows, cols) = (self.model.n_entry(), self.model.n_exit());
@@ -487,7 +488,7 @@ impl WeightedLayer<'_> {
             })
             .collect();
         let exact_below = found.exact_below();
-        let is_small = exact_below.is_some() || self.eliminator.kept_cells() <= KEPT_CELLS;
+        let is_small = found.kept_cells() <= KEPT_CELLS;
         PricedLayer {
             matrix,
             exact_below,
@@ -507,6 +508,7 @@ impl WeightedLayer<'_> {
             .collect();
         match &priced.found {
             Some(found) => found.decode(&kept),
+            // The same choices are exact whatever else was looked at.
             None => self.eliminator.run(&priced.node_costs).decode(&kept),
         }
     }

@@ -11,6 +11,7 @@
 use crate::groups::Setting;
 use crate::layer_model::{LayerCost, PricedLayer, WeightedLayer, Weights};
 use crate::layers::Layers;
+use intra_op::eliminate::WORTH_MESSAGES;
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -26,11 +27,11 @@ struct Cell {
     cost: u64,
     /// Which of its ways costs that.
     way: usize,
-    /// Whether it does, rather than no less.
+    /// Whether the cost is that, rather than a bound on it.
     is_exact: bool,
 }
 
-/// Those between every pair of boundary layouts.
+/// The cells of a layer kind, by entry and exit layout; `None` where nothing is possible.
 type Matrix = Vec<Vec<Option<Cell>>>;
 
 /// One mesh with its layer models, priced under some weights.
@@ -41,6 +42,8 @@ pub(crate) struct PricedMesh<'m> {
     weights: Weights,
     /// Per kind, how many of the [`SLACKS`] were too small.
     n_widened: Vec<usize>,
+    /// Sums from which on choices are ruled out by messages first.
+    worth_messages: u64,
     /// Cost of a layer kind between two boundary layouts, once asked for.
     costs: BTreeMap<(usize, usize, usize), LayerCost>,
 }
@@ -203,6 +206,15 @@ impl<'m> PricedMesh<'m> {
         variants: &[Vec<Option<&'m WeightedLayer<'m>>>],
         weights: Weights,
     ) -> Self {
+        Self::with_messages_from(variants, weights, WORTH_MESSAGES)
+    }
+
+    /// The same where choices are ruled out first from so many sums on.
+    pub(crate) fn with_messages_from(
+        variants: &[Vec<Option<&'m WeightedLayer<'m>>>],
+        weights: Weights,
+        worth_messages: u64,
+    ) -> Self {
         let n_kinds = variants.first().map_or(0, Vec::len);
         // In parallel: a few of them take nearly all of the time.
         let known = (0..n_kinds).flat_map(|kind| {
@@ -211,7 +223,8 @@ impl<'m> PricedMesh<'m> {
         });
         let known: Vec<(usize, usize, &WeightedLayer<'m>)> = known.collect();
         let priced = known.into_par_iter().map(|(kind, variant, layer)| {
-            let priced = layer.price(weights, SLACKS.first().copied());
+            let near = SLACKS.first().map(|slack| (*slack, worth_messages));
+            let priced = layer.price(weights, near);
             let way = Way {
                 variant,
                 layer,
@@ -227,6 +240,7 @@ impl<'m> PricedMesh<'m> {
             matrices: ways.iter().map(|ways| least_of(ways)).collect(),
             weights,
             n_widened: vec![0; n_kinds],
+            worth_messages,
             ways,
             costs: BTreeMap::new(),
         }
@@ -262,6 +276,12 @@ impl<'m> PricedMesh<'m> {
     /// The objective of that path, quanta.
     pub(crate) fn objective(&mut self, kinds: &[usize]) -> Option<u64> {
         self.products(&chain(kinds)).last()?.least()
+    }
+
+    /// How often a kind was priced further.
+    #[cfg(test)]
+    pub(crate) fn n_widened(&self) -> usize {
+        self.n_widened.iter().sum()
     }
 
     /// Products of the sequences with these steps, whose best paths are exact.
@@ -302,11 +322,12 @@ impl<'m> PricedMesh<'m> {
     /// Prices a kind for choices that cost more, or all.
     fn widen(&mut self, kind: usize) {
         self.n_widened[kind] += 1;
-        let slack = SLACKS.get(self.n_widened[kind]).copied();
+        let slack = SLACKS.get(self.n_widened[kind]);
+        let near = slack.map(|slack| (*slack, self.worth_messages));
         let weights = self.weights;
         self.ways[kind].par_iter_mut().for_each(|way| {
             if way.priced.exact_below.is_some() {
-                way.priced = way.layer.price(weights, slack);
+                way.priced = way.layer.price(weights, near);
             }
         });
         self.matrices[kind] = least_of(&self.ways[kind]);

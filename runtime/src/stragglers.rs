@@ -56,7 +56,7 @@ pub enum Finding {
     BusyHost {
         /// How many times as long they wait.
         times: f64,
-        /// How much longer all ranks together stand in line in a step, in seconds.
+        /// How much longer the rank that does so longest in a step stands in line, in seconds.
         in_line_s: f64,
     },
     /// They do so no more.
@@ -72,11 +72,21 @@ pub struct Stragglers {
     windows: usize,
     /// The medians of the first window that counts.
     first: Option<Vec<Spent>>,
+    /// Seconds that ranks stood in line in it.
+    first_in_line_s: f64,
     /// Suspects of the last window.
     suspects: BTreeSet<Rank>,
     slow: BTreeSet<Rank>,
     is_link_suspect: bool,
-    is_link_slow: bool,
+    /// The reason that was last given why all wait, while they do.
+    reason: Option<Reason>,
+}
+
+/// A reason why all ranks wait longer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Reason {
+    Link,
+    Host,
 }
 
 impl Stragglers {
@@ -87,10 +97,11 @@ impl Stragglers {
             steps: Vec::new(),
             windows: 0,
             first: None,
+            first_in_line_s: 0.0,
             suspects: BTreeSet::new(),
             slow: BTreeSet::new(),
             is_link_suspect: false,
-            is_link_slow: false,
+            reason: None,
         }
     }
 
@@ -115,13 +126,19 @@ impl Stragglers {
             .map(|r| Spent {
                 work_s: of(r, |s| s.work_s),
                 wait_s: of(r, |s| s.wait_s),
-                // Rare and long: the median knows nothing of it.
-                in_line_s: steps.iter().map(|s| s[r].in_line_s).sum::<f64>() / WINDOW as f64,
+                in_line_s: of(r, |s| s.in_line_s),
             })
             .collect();
+        // Rare and long, so the median knows nothing of it. Ranks that are held up in one step are so
+        // at the same time, those of different steps one after the other.
+        let longest = |s: &Vec<Spent>| s.iter().map(|s| s.in_line_s).fold(0.0, f64::max);
+        let in_line_s = steps.iter().map(longest).sum::<f64>() / WINDOW as f64;
+        if self.first.is_none() {
+            self.first_in_line_s = in_line_s;
+        }
         let first = self.first.get_or_insert_with(|| now.clone()).clone();
         let mut findings = self.ranks_of(&now, &first);
-        findings.extend(self.link_of(&now, &first));
+        findings.extend(self.link_of(&now, &first, in_line_s - self.first_in_line_s));
         findings
     }
 
@@ -158,7 +175,8 @@ impl Stragglers {
         findings
     }
 
-    fn link_of(&mut self, now: &[Spent], first: &[Spent]) -> Option<Finding> {
+    /// The finding about why all wait, whose ranks stand in line `in_line_s` longer than at first.
+    fn link_of(&mut self, now: &[Spent], first: &[Spent], in_line_s: f64) -> Option<Finding> {
         // One that is slow waits least, so that all wait longer for a link alone.
         let least = |of: &[Spent]| of.iter().map(|s| s.wait_s).fold(f64::INFINITY, f64::min);
         let (waits, waited) = (least(now), least(first));
@@ -170,18 +188,24 @@ impl Stragglers {
         let is_long = times >= LONG_WAIT.0 && waits - waited >= LONG_WAIT.1 * step;
         let is_suspect = is_long && self.suspects.is_empty();
         let was_suspect = std::mem::replace(&mut self.is_link_suspect, is_suspect);
-        match (is_suspect && was_suspect, self.is_link_slow) {
-            (true, false) => {
-                self.is_link_slow = true;
-                let in_line = |of: &[Spent]| of.iter().map(|s| s.in_line_s).sum::<f64>();
-                let in_line_s = in_line(now) - in_line(first);
-                Some(match in_line_s >= IN_LINE * (waits - waited) {
-                    true => Finding::BusyHost { times, in_line_s },
-                    false => Finding::SlowLink { times },
+        let reason = match in_line_s >= IN_LINE * (waits - waited) {
+            true => Reason::Host,
+            false => Reason::Link,
+        };
+        match (is_suspect && was_suspect, self.reason) {
+            // A link may be slow after all once the host is not busy; that it gets busy says nothing
+            // of a slow link.
+            (true, known)
+                if known.is_none() || (known, reason) == (Some(Reason::Host), Reason::Link) =>
+            {
+                self.reason = Some(reason);
+                Some(match reason {
+                    Reason::Host => Finding::BusyHost { times, in_line_s },
+                    Reason::Link => Finding::SlowLink { times },
                 })
             }
-            (false, true) if !is_suspect => {
-                self.is_link_slow = false;
+            (false, Some(_)) if !is_suspect => {
+                self.reason = None;
                 Some(Finding::LinkRecovered)
             }
             _ => None,
@@ -277,6 +301,39 @@ mod tests {
             panic!("{seen:?}")
         };
         assert!(times > 5.0 && (0.79..0.81).contains(&in_line_s), "{seen:?}");
+    }
+
+    /// Many ranks that are held up at once, each for a little, make nobody wait for long: the link is
+    /// slow beside that. And where it stays slow once the host is not busy, that is said.
+    #[test]
+    fn a_slow_link_is_seen_beside_a_busy_host_and_after_it() {
+        let findings = |in_line_s: fn(usize) -> f64| {
+            let mut of = Stragglers::new((0..16).map(|r| (Rank(r), 0)));
+            let steps = (0..12 * WINDOW).map(|step| Spent {
+                work_s: 1.0,
+                wait_s: if step >= 4 * WINDOW { 1.2 } else { 0.2 },
+                in_line_s: if step >= 4 * WINDOW {
+                    in_line_s(step)
+                } else {
+                    0.0
+                },
+            });
+            let seen: Vec<Finding> = steps.flat_map(|s| of.step(&[s; 16])).collect();
+            seen
+        };
+        let beside = findings(|_| 0.05);
+        assert!(
+            matches!(beside[..], [Finding::SlowLink { .. }]),
+            "{beside:?}"
+        );
+        let after = findings(|step| if step < 8 * WINDOW { 0.9 } else { 0.0 });
+        assert!(
+            matches!(
+                after[..],
+                [Finding::BusyHost { .. }, Finding::SlowLink { .. }]
+            ),
+            "{after:?}"
+        );
     }
 
     #[test]

@@ -830,7 +830,7 @@ fn of_finding(finding: Finding) -> String {
             "all ranks wait {times:.1} times as long for each other as at first, and none works longer or stands in line for a processor: the link is slow"
         ),
         Finding::BusyHost { times, in_line_s } => format!(
-            "all ranks wait {times:.1} times as long for each other as at first: together they stand in line for processors {} of a step longer, so something else keeps the host busy; whether a link is slow as well cannot be told meanwhile",
+            "all ranks wait {times:.1} times as long for each other as at first: one of them stands in line for a processor {} of a step longer, so something else keeps the host busy; whether a link is slow as well cannot be told meanwhile",
             Seconds(in_line_s)
         ),
         Finding::LinkRecovered => "ranks wait for each other no longer than at first".into(),

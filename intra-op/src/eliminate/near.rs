@@ -18,8 +18,8 @@ use crate::tighten::tighten;
 use std::borrow::Cow;
 use std::sync::Arc;
 
-/// Sums from which on messages come first. They take about as long as so many sums.
-const WORTH_MESSAGES: u64 = 1_000_000;
+/// Sums from which on messages come first: they take about as long as so many.
+pub const WORTH_MESSAGES: u64 = 1_000_000;
 /// Passes of messages in both directions. On layers, later ones raise the bound by a thousandth.
 const PASSES: usize = 10;
 
@@ -53,14 +53,14 @@ impl Near {
 }
 
 impl Eliminator {
-    /// As [`run`](Self::run), where it takes long only of choices that cost at most `1 + slack`
-    /// times as much as a bound on the least; [`Eliminated::exact_below`] says up to where the
-    /// table holds.
+    /// As [`run`](Self::run), but where that takes `worth` sums or more ([`WORTH_MESSAGES`]) only of
+    /// choices that cost at most `1 + slack` times as much as a bound on the least;
+    /// [`Eliminated::exact_below`] says up to where the table holds.
     ///
     /// # Panics
     /// If the costs do not have the sizes that the eliminator was made for.
-    pub fn run_near(&self, costs: &[Vec<Cost>], slack: f64) -> Eliminated<'_> {
-        match self.order.sums < WORTH_MESSAGES {
+    pub fn run_near(&self, costs: &[Vec<Cost>], slack: f64, worth: u64) -> Eliminated<'_> {
+        match self.order.sums < worth {
             true => self.run(costs),
             false => self
                 .narrowed(costs, slack)

@@ -166,7 +166,12 @@ fn where_messages_do_not_reach_all_is_looked_at() {
     let eliminator = |edges: &[Edge]| Eliminator::new(&[1, 1], edges, &[0], u64::MAX).unwrap();
     assert!(eliminator(&edges).narrowed(&costs, 0.1).is_some());
     assert!(eliminator(&twice).narrowed(&costs, 0.1).is_none());
-    assert_eq!(eliminator(&edges).run_near(&costs, 0.1).exact_below(), None);
+    let below = |worth: u64| {
+        eliminator(&edges)
+            .run_near(&costs, 0.1, worth)
+            .exact_below()
+    };
+    assert_eq!((below(WORTH_MESSAGES), below(0)), (None, Some(4)));
     let (large, _) = pair(1 << 60, 2);
     assert!(eliminator(&edges).narrowed(&large, 0.1).is_none());
 }

@@ -120,6 +120,50 @@ fn optimum(sizes: &[usize], node_costs: &[Vec<Cost>], edges: &[Edge]) -> Option<
         .filter(|&v| v < 1 << 60)
 }
 
+/// Ruling choices out by messages changes neither the best paths nor what they cost, with two ways of
+/// each layer too; and some layers have to be priced further for that.
+#[test]
+fn messages_change_no_path() {
+    let mut n_widened = 0;
+    for axes in [[2, 2], [1, 8], [4, 2]] {
+        let scene = Scene::gpt2(4, 1024, 512, &axes);
+        let none_saved = vec![false; scene.saved.len()];
+        let keeps = scene.setting(4);
+        let drops = Setting {
+            saved: &none_saved,
+            ..scene.setting(4)
+        };
+        let sequences = Sequences::new(&scene.layers);
+        let mut prices = Prices::new(keeps.cluster, keeps.mesh, keeps.buckets);
+        let mut models = |s: &Setting<'_>| -> Vec<LayerModel> {
+            let kinds = scene.layers.first.iter();
+            let made = kinds.map(|&l| LayerModel::new(s, &scene.layers, l, &mut prices));
+            made.map(Result::unwrap).collect()
+        };
+        let (of_keeps, of_drops) = (models(&keeps), models(&drops));
+        let settings = [keeps, drops];
+        for w in weights() {
+            let weighted = [&of_keeps, &of_drops].map(|models| {
+                let weighted = models.iter().map(|m| m.weighted(w).unwrap());
+                weighted.collect::<Vec<WeightedLayer<'_>>>()
+            });
+            let variants = weighted.each_ref().map(|w| w.iter().map(Some).collect());
+            let mut near = PricedMesh::with_messages_from(&variants, w, 0);
+            let mut all = PricedMesh::with_messages_from(&variants, w, u64::MAX);
+            assert_eq!(near.objectives(&sequences), all.objectives(&sequences));
+            let paths = |mesh: &mut PricedMesh<'_>| {
+                let paths = mesh.paths(&settings, &sequences).into_iter();
+                let seen = paths.map(|p| p.map(|p| (p.boundaries, p.layers, p.objective)));
+                seen.collect::<Vec<_>>()
+            };
+            assert_eq!(paths(&mut near), paths(&mut all), "{axes:?} {w:?}");
+            assert_eq!(all.n_widened(), 0);
+            n_widened += near.n_widened();
+        }
+    }
+    assert!(n_widened > 0);
+}
+
 #[test]
 fn a_folded_stage_of_gpt2_costs_what_the_unfolded_one_does() {
     for axes in [[1, 2], [2, 2], [1, 8]] {

@@ -164,8 +164,9 @@ fn filling(p: &Pipeline) -> u32 {
     }
 }
 
-/// The proofs of a plan's stages as far as they were made with it: the bound of a stage that was chosen
-/// under assumptions is zero, for it would be one of these alone.
+/// The proofs of a plan's stages as far as they were made with it. A stage that was chosen under
+/// assumptions has a bound of zero, since a bound under these assumptions would say nothing about
+/// what it costs.
 fn unproved(taken: &Taken) -> Vec<StageProof> {
     let mut proofs = taken.played.plan.proof.stages.clone();
     if taken.pipeline.assumed != Assumed::default() {
