@@ -19,7 +19,7 @@ const EXIT_CODES: &str = "Exit codes: 0 done; 2 usage; 3 bad input; 4 infeasible
 /// Compiles the training of a model to a parallel plan, proves it, runs it, and compares
 /// what was predicted with what was measured.
 #[derive(Debug, Parser)]
-#[command(name = "meshwright", version = VERSION.as_str(), after_help = format!("Start with:\n  meshwright calibrate -o cluster.toml\n  meshwright compile models/tiny-gpt2 --cluster cluster.toml --ranks 4 -o plan.json\n  meshwright run plan.json --data examples/data/northanger_abbey_volume_one.txt --steps 20 -o run.json\n  meshwright compare plan.json run.json\n\n{EXIT_CODES}"))]
+#[command(name = "meshwright", version = VERSION.as_str(), after_help = format!("Start with:\n  meshwright calibrate -o cluster.toml\n  meshwright compile tiny-gpt2 --cluster cluster.toml --ranks 4 -o plan.json\n  meshwright run plan.json --data examples/data/northanger_abbey_volume_one.txt --steps 20 -o run.json\n  meshwright compare plan.json run.json\n\n{EXIT_CODES}"))]
 pub struct Cli {
     /// The verb.
     #[command(subcommand)]

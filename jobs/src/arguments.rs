@@ -381,7 +381,7 @@ impl Arguments {
                 let listed = not_modelled.iter().map(|(n, _)| *n);
                 let listed = listed.chain(neutral.iter().copied());
                 let known = asked.iter().map(String::as_str).chain(listed);
-                let whole = known.filter(|n| !n.ends_with('*') && !self.all.contains_key(*n));
+                let whole = known.filter(|n| !n.ends_with('*'));
                 let meant = closest(name, whole).map(|n| like(n, &argument.spelled));
                 notes.push(note(NoteKind::Unknown, &unknown(meant.as_deref())));
             }

@@ -109,16 +109,38 @@ fn words(of: &Diagnosis, processes: &BTreeMap<Rank, Process>) -> String {
         .values()
         .filter(|d| matches!(d, Doing::Waiting { .. }));
     let n_waiting = waiting.count();
-    let mut lines = vec![match (of.culprits.len(), n_waiting) {
-        (0, 0) => "No rank waited for another one.".to_string(),
-        (0, _) => "Ranks wait for each other in a circle, which `meshwright check` would have \
+    // Whoever ended within a step did not end by itself.
+    let is_within = |rank: &Rank| {
+        let ended = processes
+            .get(rank)
+            .is_some_and(|p| [GONE, DEAD].contains(&p.state));
+        let doing = of.ranks.get(rank);
+        ended && matches!(doing, Some(Doing::Working(_) | Doing::Waiting { .. }))
+    };
+    let ended: Vec<Rank> = of.ranks.keys().copied().filter(is_within).collect();
+    let mut lines = Vec::new();
+    match &ended[..] {
+        [] => {}
+        [one] => lines.push(format!(
+            "{one} ended within a step: its process was killed or failed."
+        )),
+        all => lines.push(format!(
+            "{} ended within a step: their processes were killed or failed.",
+            names(all.iter().copied())
+        )),
+    }
+    lines.extend((ended.is_empty() || n_waiting > 0).then(|| {
+        match (of.culprits.len(), n_waiting) {
+            (0, 0) => "No rank waited for another one.".to_string(),
+            (0, _) => "Ranks wait for each other in a circle, which `meshwright check` would have \
                    refused: their programs are not those of one plan."
-            .to_string(),
-        _ => format!(
-            "{} kept the others waiting.",
-            names(of.culprits.iter().copied())
-        ),
-    }];
+                .to_string(),
+            _ => format!(
+                "{} kept the others waiting.",
+                names(of.culprits.iter().copied())
+            ),
+        }
+    }));
     for (&rank, doing) in &of.ranks {
         let process = processes.get(&rank);
         let process = process.map_or(String::new(), |p| format!(" ({})", p.words()));

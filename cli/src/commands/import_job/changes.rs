@@ -59,6 +59,18 @@ const ALIASES: [(&str, &[&str]); 5] = [
     ),
 ];
 
+/// Settings that keep states elsewhere than on the device. The search looks at plans that do not, so
+/// they have to go.
+const OFFLOADS: [&str; 7] = [
+    "zero_optimization.offload_optimizer",
+    "zero_optimization.offload_param",
+    "zero_optimization.cpu_offload",
+    "zero_optimization.cpu_offload_params",
+    "--optimizer-cpu-offload",
+    "--optimizer-offload-fraction",
+    "training.enable_cpu_offload",
+];
+
 /// Finds what changes from `old` to `new`; `settings` are what the job's files say.
 pub fn changes(settings: &BTreeMap<String, String>, old: &Priced, new: &Priced) -> Changes {
     let framework = old.loaded.plan.made_for.as_ref().map(|m| m.name.clone());
@@ -110,12 +122,62 @@ pub fn changes(settings: &BTreeMap<String, String>, old: &Priced, new: &Priced) 
             }
         }
     }
+    flags.extend(OFFLOADS.iter().filter_map(|name| taken_out(settings, name)));
+    flags.extend(recomputation(settings, &flags, old, new));
     let of_old = |what: &export::NotExpressed| old_export.not_expressed.contains(what);
     let more = new_export.not_expressed.iter().filter(|n| !of_old(n));
     Changes {
         flags,
         not_in_flags: more.map(|n| format!("{}: {}", n.place, n.what)).collect(),
     }
+}
+
+/// A setting, or the group of settings below it, that is to go; none where it is not there or says that
+/// it is off.
+fn taken_out(settings: &BTreeMap<String, String>, name: &str) -> Option<Change> {
+    let plain = |n: &str| n.trim_start_matches('-').replace('_', "-");
+    let of_group = |n: &str| {
+        let rest = plain(n).strip_prefix(&plain(name)).map(str::to_string);
+        rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+    };
+    let own = settings.iter().filter(|(n, _)| of_group(n));
+    let values: Vec<String> = own.map(|(_, v)| v.clone()).collect();
+    let is_off = |v: &String| ["false", "none", "0", "null"].contains(&v.to_lowercase().as_str());
+    let old = match values.iter().all(|v| v.is_empty()) {
+        true => "yes".into(),
+        false => values.join(" | "),
+    };
+    (!values.is_empty() && !values.iter().any(is_off)).then(|| Change {
+        name: name.to_string(),
+        old: Some(old),
+        new: None,
+    })
+}
+
+/// The change of what is recomputed, where no flag among those that change says it: DeepSpeed's file
+/// leaves it to the model's code.
+fn recomputation(
+    settings: &BTreeMap<String, String>,
+    flags: &[Change],
+    old: &Priced,
+    new: &Priced,
+) -> Option<Change> {
+    let is_said = |c: &Change| c.name.contains("recompute") || c.name.contains("checkpoint");
+    let change = by_knobs(old, new).into_iter();
+    let mut change = change.filter(|c| c.name.starts_with("recomputation"));
+    let change = change.next().filter(|_| !flags.iter().any(is_said))?;
+    let own = ["--gradient_checkpointing", "--activation-checkpointing"];
+    let own = own
+        .into_iter()
+        .find_map(|name| Some((name, said(settings, name)?)));
+    Some(match own {
+        Some((name, value)) => Change {
+            name: name.into(),
+            old: Some(value),
+            new: change.new,
+        },
+        None => change,
+    })
 }
 
 /// The value that the job's files have for a name, in whatever spelling.
