@@ -434,6 +434,50 @@ fn what_is_offloaded_is_counted_where_it_rests() {
     assert!(said.contains("on the host"), "{said}");
 }
 
+/// A plan that recomputes and offloads nothing is not had by changing the stage alone.
+#[test]
+fn recomputation_and_offload_are_among_the_changes() {
+    let place = Place::new();
+    place.write(
+        "ds.json",
+        br#"{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}, "train_micro_batch_size_per_gpu": 1, "train_batch_size": 16, "bf16": {"enabled": true}}"#,
+    );
+    place.write(
+        "train.sh",
+        b"deepspeed --num_gpus 4 train.py --deepspeed ds.json --gradient_checkpointing True\n",
+    );
+    let import = |more: &[&str]| {
+        let args = [
+            "import-job",
+            "train.sh",
+            "--cluster",
+            "dgx-a100-40gb",
+            "--model",
+            "gpt2",
+        ];
+        let all = [&args[..], &["--sequence", "512"], more].concat();
+        place.run(&all).expect(0)
+    };
+    let flags = import(&["--json"]).json()["search"]["by_flags"]["flags"].clone();
+    let flag = |name: &str| {
+        let mut flags = flags.as_array().unwrap().iter();
+        let found = flags.find(|f| f["name"] == name);
+        found
+            .unwrap_or_else(|| panic!("{name} is not in {flags:?}"))
+            .clone()
+    };
+    let recompute = flag("--gradient_checkpointing");
+    assert_eq!(
+        (&recompute["old"], &recompute["new"]),
+        (&"True".into(), &"none".into())
+    );
+    let offload = flag("zero_optimization.offload_optimizer");
+    assert_eq!(
+        (&offload["old"], &offload["new"]),
+        (&"cpu".into(), &Value::Null)
+    );
+}
+
 #[test]
 fn a_model_of_the_hub_is_the_one_that_is_built_in() {
     let place = Place::new();

@@ -229,12 +229,16 @@ impl<'a> Keys<'a> {
         error(self.file, self.line(path), problem, help)
     }
 
+    /// The settings that were read, with those of what rests elsewhere.
     pub fn settings(&self) -> BTreeMap<String, String> {
         let seen = self.seen.borrow();
-        let said = self
-            .leaves
-            .iter()
-            .filter(|(k, v)| seen.contains(*k) && !v.is_object());
+        let rests = [
+            "zero_optimization.offload_",
+            "zero_optimization.cpu_offload",
+        ];
+        let is_read = |k: &String| seen.contains(k) || rests.iter().any(|r| k.starts_with(r));
+        let leaves = self.leaves.iter();
+        let said = leaves.filter(|(k, v)| is_read(k) && !v.is_object());
         said.map(|(k, v)| (k.clone(), shown(v))).collect()
     }
 
