@@ -6,7 +6,7 @@ mod support;
 
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
-use support::Place;
+use support::{Place, said};
 
 /// A run of very many steps of `plan.json`, once it waits for interrupts.
 fn start(place: &Place, more: &[&str]) -> Child {
@@ -46,10 +46,6 @@ fn interrupt(child: &Child) {
     let id = child.id().to_string();
     let sent = Command::new("kill").args(["-INT", &id]).status();
     assert!(sent.unwrap().success());
-}
-
-fn said(output: &Output) -> String {
-    support::flat(&String::from_utf8_lossy(&output.stderr))
 }
 
 #[test]

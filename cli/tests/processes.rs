@@ -7,7 +7,7 @@ mod support;
 use serde_json::Value;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
-use support::{Place, assert_no_panic};
+use support::{Place, assert_no_panic, said};
 
 const RUN: [&str; 4] = ["run", "plan.json", "--data", "text.txt"];
 
@@ -19,10 +19,6 @@ fn command(place: &Place, args: &[&str]) -> Command {
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
     command
-}
-
-fn said(output: &Output) -> String {
-    support::flat(&String::from_utf8_lossy(&output.stderr))
 }
 
 fn run_json(place: &Place, name: &str) -> Value {
@@ -401,8 +397,11 @@ fn hosts_meet_at_an_address_with_a_secret() {
         ];
         command(&place, &args).envs(variables).spawn().unwrap()
     };
+    // It waits for process 0 longer than its steps may take, and no longer once it is refused.
+    let stranger = start("1", "wrong", "1");
+    std::thread::sleep(Duration::from_millis(1600));
     let first = start("0", "token", "60");
-    let stranger = start("1", "wrong", "1").wait_with_output().unwrap();
+    let stranger = stranger.wait_with_output().unwrap();
     assert_eq!(stranger.status.code(), Some(6));
     let words = said(&stranger);
     assert!(words.contains("its token is another one"), "{words}");

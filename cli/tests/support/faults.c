@@ -1,7 +1,8 @@
 /* A library to preload: it counts what a process does to files whose path contains $FAULT_IN, and has
  * the $FAULT_AT-th such operation go wrong. Without $FAULT_ERRNO the process is killed there, in the
- * middle of a write, or ends with exit code $FAULT_EXIT; with it this operation and all later ones fail with that error. Every operation
- * adds a letter to $FAULT_LOG. With $FAULT_DELAY a sync takes so many milliseconds more. */
+ * middle of a write, or ends with exit code $FAULT_EXIT; with it this operation and all later ones fail
+ * with that error. Every operation adds a letter to $FAULT_LOG. With $FAULT_DELAY a sync takes so many
+ * milliseconds more. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>

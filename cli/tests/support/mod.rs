@@ -3,7 +3,7 @@
 #![allow(dead_code, clippy::unwrap_used)] // Each test binary uses a part of it; a test may stop where it likes.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Output};
 use tempfile::TempDir;
 
 /// A GPT-2 of two layers and a few thousand parameters, one token per byte.
@@ -58,6 +58,11 @@ impl Done {
 pub fn flat(text: &str) -> String {
     let words = text.split_whitespace().filter(|word| *word != "│");
     words.collect::<Vec<_>>().join(" ")
+}
+
+/// The words of a process on standard error, [`flat`].
+pub fn said(output: &Output) -> String {
+    flat(&String::from_utf8_lossy(&output.stderr))
 }
 
 /// Lines for people have 100 columns at most, but for words that are longer, and lines of files,

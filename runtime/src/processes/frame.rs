@@ -1,7 +1,8 @@
-//! The form of a message between processes: the length of the head, the head as MessagePack, bytes
-//! of a block, whose places in it the head says, and a CRC-32 of all of it. TCP's own checksum has 16
-//! bits, and is made anew by network cards and whatever else passes packets on: a bit that one of them
-//! turns would be a gradient.
+//! The form of a message between processes: the length of the head, the head as MessagePack, and bytes
+//! of a block, whose places in it the head says. Behind each of the three is the CRC-32C of all that was
+//! before, so that nothing waits for bytes because a length has another bit. TCP's own checksum has
+//! 16 bits, and is made anew by network cards and whatever else passes packets on: a bit that one of
+//! them turns would be a gradient.
 //!
 //! Only processes that know the run's token get this far. A length is still believed no further
 //! than bytes arrive: a head is read as it comes, and a block's pages are touched where bytes are
@@ -11,7 +12,7 @@ use crate::arena::Bytes;
 use crate::execute::message::{Answer, Reply, Request};
 use crate::fabric::Collective;
 use crate::fabric::threads::Channel;
-use crc32fast::Hasher as Crc;
+use crc32c::crc32c_append;
 use ir::Rank;
 use serde::{Deserialize, Serialize};
 use std::io::{self, ErrorKind, Read, Write};
@@ -206,44 +207,46 @@ fn bad(what: impl std::fmt::Display) -> io::Error {
 
 /// Writes a message.
 pub(crate) fn write(to: &mut impl Write, letter: &Letter) -> io::Result<()> {
-    let mut packet = vec![0; 8];
+    let mut packet = vec![0; 12];
     rmp_serde::encode::write_named(&mut packet, &letter.head).map_err(bad)?;
-    let head = (packet.len() as u64 - 8).to_le_bytes();
-    packet[..8].copy_from_slice(&head);
+    let len = (packet.len() as u64 - 12).to_le_bytes();
+    let mut sum = crc32c_append(0, &len);
+    packet[..8].copy_from_slice(&len);
+    packet[8..12].copy_from_slice(&sum.to_le_bytes());
+    sum = crc32c_append(sum, &packet[12..]);
+    packet.extend_from_slice(&sum.to_le_bytes());
     let body = letter.head.parts().zip(letter.body.as_deref());
     let pieces = body.into_iter().flat_map(|(parts, block)| {
         let ranges = parts.ranges.iter();
         ranges.map(|r| &block[r.clone()])
     });
-    let mut sum = Crc::new();
-    sum.update(&packet);
     if body.is_none_or(|(parts, _)| parts.bytes() <= SHORT) {
         for piece in pieces {
-            sum.update(piece);
+            sum = crc32c_append(sum, piece);
             packet.extend_from_slice(piece);
         }
-        packet.extend_from_slice(&sum.finalize().to_le_bytes());
+        packet.extend_from_slice(&sum.to_le_bytes());
         return to.write_all(&packet);
     }
     to.write_all(&packet)?;
     for piece in pieces {
-        sum.update(piece);
+        sum = crc32c_append(sum, piece);
         to.write_all(piece)?;
     }
-    to.write_all(&sum.finalize().to_le_bytes())
+    to.write_all(&sum.to_le_bytes())
 }
 
 /// Reads a message, with its block where it has one; nothing where the other end has closed.
 ///
-/// Fails at the first byte that cannot be one of a message, and where the message is not the one that
-/// was sent.
+/// Fails at the first part that cannot be one of a message or is not as it was sent, before it is
+/// believed: a bit that was turned never has it wait for bytes that nobody sends.
 pub(crate) fn read(from: &mut impl Read) -> io::Result<Option<(Head, Bytes)>> {
     let mut len = [0; 8];
     if !begins(from, &mut len)? {
         return Ok(None);
     }
-    let mut sum = Crc::new();
-    sum.update(&len);
+    let mut sum = crc32c_append(0, &len);
+    is_as_sent(from, sum)?;
     let len = u64::from_le_bytes(len);
     if len > LONGEST_HEAD {
         return Err(bad(format_args!(
@@ -254,7 +257,8 @@ pub(crate) fn read(from: &mut impl Read) -> io::Result<Option<(Head, Bytes)>> {
     if from.take(len).read_to_end(&mut head)? as u64 != len {
         return Err(ErrorKind::UnexpectedEof.into());
     }
-    sum.update(&head);
+    sum = crc32c_append(sum, &head);
+    is_as_sent(from, sum)?;
     let head: Head = rmp_serde::from_slice(&head).map_err(bad)?;
     let mut block = Bytes::default();
     if let Some(parts) = head.parts() {
@@ -262,13 +266,19 @@ pub(crate) fn read(from: &mut impl Read) -> io::Result<Option<(Head, Bytes)>> {
         block = Bytes::zeroed(parts.len);
         for range in &parts.ranges {
             from.read_exact(&mut block[range.clone()])?;
-            sum.update(&block[range.clone()]);
+            sum = crc32c_append(sum, &block[range.clone()]);
         }
     }
+    is_as_sent(from, sum)?;
+    Ok(Some(head.take_back(block)))
+}
+
+/// Reads the checksum of what was read before, and fails where it is another one.
+fn is_as_sent(from: &mut impl Read, sum: u32) -> io::Result<()> {
     let mut sent = [0; 4];
     from.read_exact(&mut sent)?;
-    match u32::from_le_bytes(sent) == sum.finalize() {
-        true => Ok(Some(head.take_back(block))),
+    match u32::from_le_bytes(sent) == sum {
+        true => Ok(()),
         false => Err(bad("a message has other bits than were sent")),
     }
 }

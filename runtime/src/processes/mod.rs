@@ -35,7 +35,7 @@ pub use lines::Processes;
 pub use member::serve;
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;
-pub use rendezvous::{Fingerprint, Host, JoinError, Place, join};
+pub use rendezvous::{Fingerprint, Host, JoinError, Place, Way, join};
 
 pub(crate) use frame::{Head, Letter, Parts};
 pub(crate) use lines::Inbox;

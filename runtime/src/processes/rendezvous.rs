@@ -72,6 +72,14 @@ pub enum JoinError {
         /// The last problem.
         problem: String,
     },
+    /// Process 0 has another token, as it always will.
+    #[error("process {} of {} called process 0 {at}in vain: its token is another one", place.index, place.of)]
+    Token {
+        /// This process.
+        place: Place,
+        /// `at <address> `.
+        at: String,
+    },
     /// Some processes did not come.
     #[error("of {of} processes, {} did not join in {seconds} s", numbers(missing))]
     Missing {
@@ -481,26 +489,41 @@ fn take_in(
     None
 }
 
-/// Joins the run of the process 0 that `find` knows: its address and token, or what is in the way.
-/// `find` is asked again for each try.
+/// The way to process 0: its address and the token of the run.
+pub enum Way<'a> {
+    /// They stay as they are, so that a token that is refused once always is.
+    Known(String, Token),
+    /// They are looked up before each try; in place of them, what is in the way.
+    LookedUp(&'a mut dyn FnMut() -> Result<(String, Token), String>),
+}
+
+/// Joins the run of a process 0, for which it waits as long as `patience` says, and then again for its
+/// answer.
 ///
 /// Fails when process 0 cannot be reached in time, does not take this one in, or another process
-/// cannot be reached.
+/// cannot be reached; at once only where the token is known and another one.
 pub fn join(
     place: Place,
     fingerprint: &Fingerprint,
     patience: Duration,
-    find: &mut dyn FnMut() -> Result<(String, Token), String>,
+    mut way: Way<'_>,
 ) -> Result<Processes, JoinError> {
     let until = Instant::now() + patience;
     let mut at = String::new();
     let (mut stream, token) = loop {
-        let problem = match find() {
+        let found = match &mut way {
+            Way::Known(address, token) => Ok((address.clone(), token.clone())),
+            Way::LookedUp(find) => find(),
+        };
+        let problem = match found {
             Err(problem) => problem,
             Ok((address, token)) => {
                 at = format!("at {address} ");
                 match call(&address, &token) {
                     Ok(stream) => break (stream, token),
+                    Err(HandshakeError::Token) if matches!(way, Way::Known(..)) => {
+                        return Err(JoinError::Token { place, at });
+                    }
                     Err(e) => e.to_string(),
                 }
             }
@@ -536,14 +559,14 @@ pub fn join(
     };
     say(&mut stream, &hello).map_err(to_first)?;
     // Process 0 waits for the others as long as this one did for it.
-    let wait = Some(patience + INTRODUCTION);
-    stream.set_read_timeout(wait).map_err(to_first)?;
+    let wait = patience + INTRODUCTION;
+    stream.set_read_timeout(Some(wait)).map_err(to_first)?;
     let reply = hear(&mut stream).map_err(|e| match e.kind() {
         ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset => JoinError::Refused {
             index: place.index,
             reason: "it has ended".into(),
         },
-        _ => to_first(e),
+        _ => apart(place.index, 0, &unanswered(e, "process 0", wait)),
     });
     let (run, addresses, all) = match reply? {
         Reply::Welcome { run, listen, all } => (run, listen, all),
@@ -610,13 +633,31 @@ fn connections(streams: Vec<Option<TcpStream>>) -> Vec<Option<Arc<dyn Connection
     streams.into_iter().map(|s| s.map(shared)).collect()
 }
 
+/// An error of a connection in words, where it is that its other end said nothing for so long: the
+/// system says that a resource is unavailable.
+pub(super) fn unanswered(e: io::Error, who: &str, limit: Duration) -> io::Error {
+    match e.kind() {
+        ErrorKind::WouldBlock | ErrorKind::TimedOut => {
+            let seconds = limit.as_secs_f64();
+            io::Error::new(
+                ErrorKind::TimedOut,
+                format!("{who} did not answer in {seconds} s"),
+            )
+        }
+        _ => e,
+    }
+}
+
 fn call(address: &str, token: &Token) -> Result<TcpStream, HandshakeError> {
     let mut problem = io::Error::new(ErrorKind::NotFound, "the name has no address");
     for address in address.to_socket_addrs()? {
         match TcpStream::connect_timeout(&address, INTRODUCTION) {
             Ok(mut stream) => {
                 timed(&stream, Some(INTRODUCTION))?;
-                handshake::call(&mut stream, token)?;
+                handshake::call(&mut stream, token).map_err(|e| match e {
+                    HandshakeError::Io(e) => unanswered(e, "it", INTRODUCTION).into(),
+                    other => other,
+                })?;
                 return Ok(stream);
             }
             Err(e) => problem = e,

@@ -1,6 +1,6 @@
 use super::frame::{self, Head, Letter, Parts};
 use super::handshake::{self, HandshakeError};
-use super::rendezvous::{Fingerprint, Host, JoinError, Place, join};
+use super::rendezvous::{Fingerprint, Host, JoinError, Place, Way, join, unanswered};
 use super::{Inbox, Processes, Token};
 use crate::arena::Bytes;
 use crate::device::Cpu;
@@ -10,7 +10,7 @@ use crate::fabric::Fabric;
 use crate::fabric::threads::{Endpoint, World};
 use ir::Rank;
 use proptest::prelude::*;
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::sync::mpsc::channel;
@@ -39,7 +39,8 @@ pub(crate) fn assembled(of: usize) -> Vec<Processes> {
         let (address, token) = (address.clone(), token.clone());
         std::thread::spawn(move || {
             let find = &mut || Ok((address.clone(), token.clone()));
-            join(Place { index, of }, &plan("a"), PATIENCE, find).unwrap()
+            let way = Way::LookedUp(find);
+            join(Place { index, of }, &plan("a"), PATIENCE, way).unwrap()
         })
     });
     let joins: Vec<_> = joins.collect();
@@ -165,8 +166,8 @@ fn a_process_that_dies_ends_even_what_does_not_wait_for_it() {
 fn another_plan_is_refused_and_named() {
     let (host, address, token) = host();
     let other = std::thread::spawn(move || {
-        let find = &mut || Ok((address.clone(), token.clone()));
-        join(Place { index: 1, of: 2 }, &plan("b"), PATIENCE, find).unwrap_err()
+        let way = Way::Known(address, token);
+        join(Place { index: 1, of: 2 }, &plan("b"), PATIENCE, way).unwrap_err()
     });
     let error = host
         .gather(2, &plan("a"), PATIENCE, &mut || None)
@@ -192,21 +193,33 @@ fn strangers_do_not_hold_up_a_run() {
     let wrong = std::thread::spawn({
         let address = address.clone();
         move || {
+            // One that may find another token yet goes on trying; one that cannot does not.
             let find = &mut || Ok((address.clone(), Token::random().unwrap()));
             let soon = Duration::from_millis(300);
-            join(Place { index: 1, of: 2 }, &plan("a"), soon, find).unwrap_err()
+            let place = Place { index: 1, of: 2 };
+            let looked = join(place, &plan("a"), soon, Way::LookedUp(find)).unwrap_err();
+            let began = Instant::now();
+            let way = Way::Known(address, Token::random().unwrap());
+            let known = join(place, &plan("a"), PATIENCE, way).unwrap_err();
+            assert!(began.elapsed() < PATIENCE / 2, "{:?}", began.elapsed());
+            [looked, known]
         }
     });
     let gathered =
         std::thread::spawn(move || host.gather(2, &plan("a"), PATIENCE, &mut || None).unwrap());
-    let error = wrong.join().unwrap();
+    let [looked, known] = wrong.join().unwrap();
+    for error in [&looked, &known] {
+        let words = error.to_string();
+        assert!(words.contains("its token is another one"), "{words}");
+    }
     assert!(
-        error.to_string().contains("its token is another one"),
-        "{error}"
+        matches!(looked, JoinError::Unreachable { .. }),
+        "{looked:?}"
     );
+    assert!(matches!(known, JoinError::Token { .. }), "{known:?}");
     let began = Instant::now();
-    let find = &mut || Ok((address.clone(), token.clone()));
-    let joined = join(Place { index: 1, of: 2 }, &plan("a"), PATIENCE, find).unwrap();
+    let way = Way::Known(address, token);
+    let joined = join(Place { index: 1, of: 2 }, &plan("a"), PATIENCE, way).unwrap();
     let first = gathered.join().unwrap();
     assert!(
         began.elapsed() < Duration::from_secs(4),
@@ -304,6 +317,29 @@ fn whoever_does_not_come_is_named() {
 }
 
 #[test]
+fn who_waits_in_vain_says_for_what() {
+    let place = Place { index: 1, of: 2 };
+    // Too long for a name, so nobody is asked for it.
+    let nowhere = format!("{}.invalid:29400", "x".repeat(70));
+    let way = Way::Known(nowhere.clone(), Token::random().unwrap());
+    let soon = Duration::from_millis(50);
+    let words = join(place, &plan("a"), soon, way).unwrap_err().to_string();
+    assert!(
+        words.contains(&format!("cannot reach process 0 at {nowhere}")),
+        "{words}"
+    );
+    // One that is connected and silent, as the system reports it.
+    let listener = std::net::TcpListener::bind(loopback()).unwrap();
+    let mut stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    stream.set_read_timeout(Some(soon)).unwrap();
+    let error = stream.read_exact(&mut [0]).unwrap_err();
+    let words = unanswered(error, "process 0", soon).to_string();
+    assert_eq!(words, "process 0 did not answer in 0.05 s");
+    let other = std::io::Error::other("it broke");
+    assert_eq!(unanswered(other, "it", soon).to_string(), "it broke");
+}
+
+#[test]
 fn tokens_are_not_printed() {
     let token = Token::random().unwrap();
     assert!(!format!("{token:?}").contains(&token.reveal()[..8]));
@@ -338,6 +374,15 @@ fn letter(ranges: &[(usize, usize)], len: usize) -> Letter {
     }
 }
 
+/// A connection on which nothing comes any more.
+struct Silent;
+
+impl Read for Silent {
+    fn read(&mut self, _: &mut [u8]) -> std::io::Result<usize> {
+        Err(ErrorKind::WouldBlock.into())
+    }
+}
+
 #[test]
 fn frames_carry_the_parts_that_are_needed() {
     // Short, and too long for one packet.
@@ -366,11 +411,16 @@ fn frames_carry_the_parts_that_are_needed() {
         };
         assert!(block.iter().enumerate().all(|(i, &b)| b == expected(i)));
         assert!(frame::read(&mut &wire[..0]).unwrap().is_none());
-        // One bit, anywhere.
-        for at in (0..wire.len()).step_by(1 + wire.len() / 500) {
-            wire[at] ^= 0x10;
-            assert!(frame::read(&mut &wire[..]).is_err(), "byte {at}");
-            wire[at] ^= 0x10;
+        // One bit, anywhere; all of those that lengths and places are made of. It is found before
+        // anything waits for bytes that were not sent.
+        let beginning = 0..8 * wire.len().min(400);
+        let rest = (0..8 * wire.len()).step_by(4 + 8 * (1 + wire.len() / 500));
+        for bit in beginning.chain(rest) {
+            let turned = 1 << (bit % 8);
+            wire[bit / 8] ^= turned;
+            let error = frame::read(&mut (&wire[..]).chain(Silent)).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidData, "bit {bit}: {error}");
+            wire[bit / 8] ^= turned;
         }
         assert!(frame::read(&mut &wire[..wire.len() - 1]).is_err());
     }

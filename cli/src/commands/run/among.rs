@@ -6,7 +6,7 @@ use super::rendezvous::{self, Appointment};
 use crate::args::RunArgs;
 use crate::failure::{Exit, Failure};
 use crate::plan_file::Loaded;
-use runtime::processes::{Fingerprint, Host, JoinError, Place, Processes, Token, join};
+use runtime::processes::{Fingerprint, Host, JoinError, Place, Processes, Token, Way, join};
 use std::io::{BufRead, Read, Seek, SeekFrom};
 use std::net::{Ipv4Addr, SocketAddr, ToSocketAddrs};
 use std::path::Path;
@@ -202,7 +202,8 @@ pub fn gather(
                 Failure::new(Exit::Usage, what).help("give --processes to start a run of several")
             })?;
             let find = &mut || Ok((appointment.address.clone(), appointment.token()?));
-            Ok(Some(alone(join(*place, &fingerprint, patience, find)?)))
+            let way = Way::LookedUp(find);
+            Ok(Some(alone(join(*place, &fingerprint, patience, way)?)))
         }
         #[cfg(feature = "mpi")]
         Setting::Mpi(mpi) => Ok(Some(alone(mpi.join(&fingerprint)?))),
@@ -213,7 +214,8 @@ pub fn gather(
                     let found = rendezvous::read(&launched.key)?;
                     Ok((found.address.clone(), found.token()?))
                 };
-                return Ok(Some(alone(join(place, &fingerprint, patience, find)?)));
+                let way = Way::LookedUp(find);
+                return Ok(Some(alone(join(place, &fingerprint, patience, way)?)));
             }
             let host = open(loopback())?;
             let appointment = Appointment::new(host.address(), host.token());
@@ -225,10 +227,8 @@ pub fn gather(
             let (address, token) = abroad(args, launched)?;
             let place = launched.place;
             if place.index > 0 {
-                let find = &mut || Ok((address.clone(), token.clone()));
-                // One that is not let in, as its token is another one, is told no later than asked.
-                let patience = Duration::from_secs(args.time_out);
-                return Ok(Some(alone(join(place, &fingerprint, patience, find)?)));
+                let way = Way::Known(address, token);
+                return Ok(Some(alone(join(place, &fingerprint, patience, way)?)));
             }
             let host = Host::open(bound(args, &address)?, token)?;
             let processes = host.gather(of, &fingerprint, patience, &mut || None)?;
@@ -357,6 +357,7 @@ impl From<JoinError> for Failure {
             Unreachable { .. } | Missing { .. } => {
                 "see the messages of the processes that are missing; slow hosts have longer with --time-out SECONDS"
             }
+            Token { .. } => "give every process the same --token-file",
             Differs { .. } => "start the same binary with the same plan and data on every host",
             Refused { .. } => "the message of process 0 says more",
             Ended(_) => "its own message is above",
