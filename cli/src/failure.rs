@@ -101,7 +101,7 @@ impl Failure {
     /// too, as people read those. No word is broken, so that a path stays in one piece.
     pub fn laid_out(mut self) -> Self {
         let within = |drawn: usize, text: &str| {
-            report::wrapped_within(report::width().saturating_sub(drawn), text)
+            report::wrapped_within(report::error_width().saturating_sub(drawn), text)
         };
         self.0.message = within(MARK, &self.0.message);
         self.0.help = self.0.help.take().map(|help| within(HELP, &help));

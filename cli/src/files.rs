@@ -122,22 +122,20 @@ pub fn fingerprint(bytes: &[u8]) -> String {
     });
     format!("fnv1a64:{hash:016x}")
 }
-/// Who else than this user and the administrator can write to a file or a folder, in words; none where
-/// nobody can, or it cannot be seen. A group is taken to be of one mind.
-pub fn others_who_write(path: &Path) -> Option<String> {
-    #[cfg(unix)]
-    {
-        use std::os::unix::fs::MetadataExt;
-        let there = std::fs::metadata(path).ok()?;
-        let own = std::fs::metadata("/proc/self").ok()?.uid();
-        if there.mode() & 0o002 != 0 {
-            return Some("everybody on this machine can write to it".into());
-        }
-        (![own, 0].contains(&there.uid())).then(|| format!("it belongs to user {}", there.uid()))
+
+/// Who else than this user and the administrator can write to a folder, in words; none where nobody
+/// can, or it cannot be seen. A group is taken to be of one mind. With `only_replace` it is no matter
+/// that others can add to it where they can replace nothing, as in /tmp.
+pub fn others_who_write(folder: &Path, only_replace: bool) -> Option<String> {
+    use std::os::unix::fs::MetadataExt;
+    const OTHERS_WRITE: u32 = 0o002;
+    const STICKY: u32 = 0o1000;
+    let there = std::fs::metadata(folder).ok()?;
+    let keeps = only_replace && there.mode() & STICKY != 0;
+    if there.mode() & OTHERS_WRITE != 0 && !keeps {
+        return Some("anyone on this machine can write to it".into());
     }
-    #[cfg(not(unix))]
-    {
-        let _ = path;
-        None
-    }
+    let own = rustix::process::geteuid().as_raw();
+    let owner = there.uid();
+    (![own, 0].contains(&owner)).then(|| format!("user {owner}, who owns it, can write to it"))
 }

@@ -70,7 +70,7 @@ fn main() -> ExitCode {
 
 /// Prints sentences on standard error, wrapped. That nobody reads them any more is no failure.
 pub(crate) fn say(words: std::fmt::Arguments<'_>) {
-    let words = report::wrapped(&words.to_string());
+    let words = report::wrapped_within(report::error_width(), &words.to_string());
     let _ = writeln!(std::io::stderr().lock(), "{words}");
 }
 
@@ -112,7 +112,7 @@ fn add_tip(e: &mut clap::Error) {
         return;
     };
     // It is drawn behind these words.
-    let tip = report::wrapped(&format!("  tip: {tip}"));
+    let tip = report::wrapped_within(report::error_width(), &format!("  tip: {tip}"));
     let tip = tip.trim_start().trim_start_matches("tip: ").to_string();
     e.insert(
         ContextKind::Suggested,

@@ -10,7 +10,7 @@ use serde_json::Value;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
-use support::{Done, Place, faults};
+use support::{Done, Place, faults, said};
 
 const RUN: [&str; 4] = ["run", "plan.json", "--data", "text.txt"];
 
@@ -32,10 +32,6 @@ fn two_ranks() -> Place {
 
 fn run(place: &Place, more: &[&str]) -> Done {
     place.run(&[&RUN[..], more].concat())
-}
-
-fn said(output: &Output) -> String {
-    support::flat(&String::from_utf8_lossy(&output.stderr))
 }
 
 /// A run whose `at`th operation on files below `state` goes wrong.
@@ -286,17 +282,36 @@ fn full_and_read_only_file_systems_end_no_run() {
 fn checkpoints_that_everybody_can_write_to_are_warned_of() {
     let place = two_ranks();
     run(&place, &["--steps", "1", "--checkpoint", "state"]).expect(0);
-    let go_on = ["--steps", "1", "--resume", "state"];
-    let said = |done: Done| support::flat(&done.expect(0).err);
-    assert!(!said(run(&place, &go_on)).contains("warning"));
-    let chmod = Command::new("chmod")
-        .arg("777")
-        .arg(place.path("state"))
-        .status();
-    assert!(chmod.unwrap().success());
-    let words = said(run(&place, &go_on));
+    let one = std::fs::read_dir(place.path("state"))
+        .unwrap()
+        .map(|e| format!("state/{}", e.unwrap().file_name().display()))
+        .find(|name| place.path(name).is_dir())
+        .unwrap();
+    let go_on = |from: &str| {
+        let done = run(&place, &["--steps", "1", "--resume", from]);
+        support::flat(&done.expect(0).err)
+    };
+    let mode = |mode: &str, of: &str| {
+        let chmod = Command::new("chmod").arg(mode).arg(place.path(of)).status();
+        assert!(chmod.unwrap().success());
+    };
+    let warning = "state: anyone on this machine can write to it, and so decide what this run";
+    assert!(!go_on("state").contains("warning"));
+    mode("777", "state");
+    // The folder of all is looked at, whether it or one in it is named.
+    for from in ["state", one.as_str()] {
+        let words = go_on(from);
+        assert!(words.contains(warning), "{words}");
+    }
+    // As in /tmp: others can add what is taken for the newest one, and replace none that is named.
+    mode("1777", "state");
+    assert!(go_on("state").contains(warning));
+    assert!(!go_on(&one).contains("warning"));
+    mode("755", "state");
+    mode("777", &one);
+    let words = go_on("state");
     assert!(
-        words.contains("everybody on this machine can write to it"),
+        words.contains(&format!("{one}: anyone on this machine")),
         "{words}"
     );
 }

@@ -408,11 +408,21 @@ fn checkpoint(path: &Path, loaded: &Loaded) -> Result<Arc<Checkpoint>, Failure> 
         passed_over,
     } = runtime::checkpoint::find(path)?;
     let shown = checkpoint.path().display();
-    if let Some(who) = files::others_who_write(path) {
-        crate::say(format_args!(
-            "warning: {}: {who}, who can so decide what this run goes on from",
-            path.display()
-        ));
+    // The folder that others are added to beside it, whichever of the two was named.
+    let own = checkpoint.path();
+    let parent = own.parent().filter(|p| !p.as_os_str().is_empty());
+    let above = parent.unwrap_or(Path::new("."));
+    let is_named = |folder: &Path| {
+        let [folder, named] = [folder, path].map(|p| p.canonicalize().ok());
+        folder.is_some() && folder == named
+    };
+    for (folder, only_replace) in [(above, !is_named(above)), (own, false)] {
+        if let Some(who) = files::others_who_write(folder, only_replace) {
+            crate::say(format_args!(
+                "warning: {}: {who}, and so decide what this run goes on from",
+                folder.display()
+            ));
+        }
     }
     for damaged in passed_over {
         crate::say(format_args!("warning: passed over {damaged}"));

@@ -24,6 +24,7 @@ use crate::document;
 use crate::failure::{Exit, Failure};
 use comfy_table::{CellAlignment, ColumnConstraint, ContentArrangement, Table, Width, presets};
 use serde::Serialize;
+use std::os::fd::AsFd;
 use std::sync::OnceLock;
 
 /// Draws a table with a header; columns from `numbers_from` on are right-aligned. Where it would be
@@ -143,17 +144,25 @@ const WIDTH: usize = 100;
 /// The narrowest terminal that output is fitted to; in one below lines break where they may.
 const NARROWEST: usize = 40;
 
-/// The columns that output has: those of the terminal, but no more than [`WIDTH`].
+/// The columns that standard output has: those of the terminal, but no more than [`WIDTH`].
 pub fn width() -> usize {
     static OF_OUTPUT: OnceLock<usize> = OnceLock::new();
-    *OF_OUTPUT.get_or_init(|| {
-        let size = rustix::termios::tcgetwinsize(std::io::stdout());
-        let columns = size.map_or(0, |size| usize::from(size.ws_col));
-        match columns {
-            0 => WIDTH,
-            columns => columns.clamp(NARROWEST, WIDTH),
-        }
-    })
+    *OF_OUTPUT.get_or_init(|| width_of(std::io::stdout()))
+}
+
+/// The same of standard error, which may be a terminal where standard output is a file.
+pub fn error_width() -> usize {
+    static OF_ERRORS: OnceLock<usize> = OnceLock::new();
+    *OF_ERRORS.get_or_init(|| width_of(std::io::stderr()))
+}
+
+fn width_of(stream: impl AsFd) -> usize {
+    let size = rustix::termios::tcgetwinsize(stream);
+    let columns = size.map_or(0, |size| usize::from(size.ws_col));
+    match columns {
+        0 => WIDTH,
+        columns => columns.clamp(NARROWEST, WIDTH),
+    }
 }
 
 /// Wraps prose to lines of at most [`width`] columns, broken between words; continued lines are

@@ -11,7 +11,7 @@ use crate::commands::again::{self, Again};
 use crate::failure::{Exit, Failure};
 use crate::plan_file::Loaded;
 use crate::report::degrees::Degrees;
-use crate::{cluster, document, files, outputs, report};
+use crate::{cluster, document, files, outputs};
 use cost_model::presets;
 use ir::counted;
 use runtime::{RuntimeError, record};
@@ -114,10 +114,7 @@ fn prepared(
     (lost, from): (&RuntimeError, SoFar),
 ) -> Result<Command, Failure> {
     let began = Instant::now();
-    crate::say(format_args!(
-        "{}",
-        report::wrapped(&format!("lost: {lost}"))
-    ));
+    crate::say(format_args!("lost: {lost}"));
     let (gone, of) = company.lost();
     let ranks_of = |l: &Loaded| -> usize {
         let meshes = l.program.roles.iter().map(|r| &r.mesh);
@@ -164,12 +161,9 @@ fn prepared(
         None => String::new(),
     };
     crate::say(format_args!(
-        "{}",
-        report::wrapped(&format!(
-            "going on with {} in place of {n_ranks}, from step {step}: planned again in {searched:.1} s ({}).\n  Before: {before}\n  Now:    {after}{records}",
-            counted(n_new as u64, "rank"),
-            plan.display()
-        ))
+        "going on with {} in place of {n_ranks}, from step {step}: planned again in {searched:.1} s ({}).\n  Before: {before}\n  Now:    {after}{records}",
+        counted(n_new as u64, "rank"),
+        plan.display()
     ));
     let program = std::env::current_exe();
     let program = program.map_err(|e| Failure::new(Exit::RunFailed, e))?;
