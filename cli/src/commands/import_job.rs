@@ -136,19 +136,24 @@ fn read(args: &ImportJobArgs) -> Result<Reading, Failure> {
     Ok(reading)
 }
 
-/// The failure of a job that cannot be read, with its line. Where that line has a variable that a flag
-/// set, the flag is to be corrected and not the file.
+/// The failure of a job that cannot be read, with its line. Where what is wrong there came from a
+/// variable that a flag set, the flag is to be corrected and not the file.
 fn refused(e: JobError, name: &str, text: &str, set: &[String]) -> Failure {
     let line = e.line.filter(|_| e.file == name);
     let words = line.and_then(|line| text.lines().nth(line.saturating_sub(1)));
-    let of_flag = words.and_then(|words| set.iter().find(|set| has_variable(words, set)));
+    let of_flag = words.and_then(|words| {
+        let is_at_fault = |set: &&String| gave_it(words, set, &e.problem);
+        set.iter().find(is_at_fault)
+    });
     let exit = match e.file.as_str() {
         "--set" => Exit::Usage,
         _ if of_flag.is_some() => Exit::Usage,
         _ => Exit::BadInput,
     };
     let failure = Failure::new(exit, &e).help(match of_flag {
-        Some(set) => format!("the line has a variable that a flag sets: correct --set {set}"),
+        Some(set) => {
+            format!("the value came from a variable that a flag sets: correct --set {set}")
+        }
         None => e.help.clone(),
     });
     match line {
@@ -163,6 +168,23 @@ fn refused(e: JobError, name: &str, text: &str, set: &[String]) -> Failure {
             failure.place(name, text, start, length, "here")
         }
     }
+}
+
+/// Whether a problem with a line of a script came with the variable of `NAME=VALUE`: where it names
+/// arguments, the variable is the value of one of them, else it has the variable's value.
+fn gave_it(line: &str, set: &str, problem: &str) -> bool {
+    let value = set.split_once('=').map_or("", |(_, value)| value);
+    let quoted: Vec<&str> = problem.split('`').skip(1).step_by(2).collect();
+    let names_arguments = quoted.iter().any(|q| q.starts_with('-'));
+    let mut argument = "";
+    line.split(|c: char| c.is_whitespace() || matches!(c, '"' | '\''))
+        .any(|word| {
+            if word.starts_with('-') {
+                argument = word.split('=').next().unwrap_or(word);
+            }
+            let at_fault = if names_arguments { argument } else { value };
+            has_variable(word, set) && quoted.contains(&at_fault)
+        })
 }
 
 /// Whether a line of a script uses the variable of `NAME=VALUE`.
@@ -307,6 +329,22 @@ impl Imported {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_flag_is_at_fault_for_its_own_value_alone() {
+        let line = "--tensor-model-parallel-size $TP --hidden-size abc --seq-length=${SEQ}";
+        let of = |set: &str, problem: &str| gave_it(line, set, problem);
+        let size = "`--hidden-size` is `abc`, expected a whole number from 1";
+        assert!(!of("TP=2", size) && !of("TP=abc", size) && !of("SEQ=1", size));
+        let degree = "`--tensor-model-parallel-size` is `x`, expected a whole number from 1";
+        assert!(of("TP=x", degree) && !of("SEQ=x", degree));
+        let length = "`--seq-length` is `x`, expected a whole number from 1";
+        assert!(of("SEQ=x", length) && !of("TP=x", length));
+        // No argument is named, so it is told by the value.
+        let hosts = "the number of hosts is `x`, expected a whole number from 1";
+        assert!(gave_it("torchrun --nnodes $N train.py", "N=x", hosts));
+        assert!(!gave_it("torchrun --nnodes x --a $N", "N=2", hosts));
+    }
 
     #[test]
     fn variables_are_told_by_their_whole_name() {
