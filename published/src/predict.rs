@@ -184,6 +184,7 @@ fn question_of(
     let train = setup::train_spec(row, generation.dropout)?;
     let Machine { cluster, software } = cluster::machine(row, facts)?;
     assumed.extend(cluster::assumed(row, facts, &cluster)?);
+    assumed.extend(software::assumed(row));
     Ok(Question {
         config,
         train,

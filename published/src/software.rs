@@ -412,6 +412,29 @@ fn of_xla(facts: &Facts) -> Result<Software, String> {
     })
 }
 
+/// The library by which a row's `notes` say that a token crosses the network once for each host, if any:
+/// by its whole name, without a word before it that says that it was not in use.
+fn moves_once(row: &Row) -> Option<&'static str> {
+    let notes = row.text("notes").unwrap_or("").to_lowercase();
+    let words: Vec<&str> = notes
+        .split(|c: char| !c.is_alphanumeric())
+        .filter(|w| !w.is_empty())
+        .collect();
+    let libraries = ["deepep", "hybridep"];
+    words.iter().enumerate().find_map(|(i, word)| {
+        let library = libraries.into_iter().find(|l| l == word)?;
+        let mut before = words[..i].iter().rev();
+        let before = before.find(|w| !["use", "using", "used", "of", "the"].contains(*w));
+        let denies = |w: &&str| ["no", "not", "non", "without", "off"].contains(w);
+        (!before.is_some_and(denies)).then_some(library)
+    })
+}
+
+/// The part of what a plan is made for that was read from the words of a row's `notes`.
+pub(crate) fn assumed(row: &Row) -> Option<String> {
+    moves_once(row).map(|library| format!("dispatch={library}"))
+}
+
 /// The software that a row ran on, in the form that plans are made for it.
 ///
 /// Fails where its framework, device or precision is not known.
@@ -449,8 +472,7 @@ pub fn of_row(row: &Row, facts: &Facts) -> Result<MadeFor, Unmodelled> {
     }
     // Nor which library moves tokens to experts.
     let once = "dispatch-once-per-host";
-    let moves_once = ["deepep", "hybridep"].iter().any(|l| notes.contains(l));
-    if moves_once && !options.iter().any(|o| o == once) {
+    if moves_once(row).is_some() && !options.iter().any(|o| o == once) {
         options.push(once.into());
     }
     if cluster::has_synchronous_launches(row, facts)? {
@@ -524,7 +546,16 @@ mod tests {
         let once = ["dispatch-once-per-host"];
         assert_eq!(of("force-balanced; dispatcher DeepEP"), once);
         assert_eq!(of("HybridEP; DeepEP"), once);
-        assert!(of("dispatcher A2A").is_empty());
+        assert_eq!(of("no drops; DeepEP-v2"), once);
+        for without in [
+            "dispatcher A2A",
+            "without DeepEP",
+            "Not using DeepEP",
+            "no HybridEP",
+            "DeepEPs",
+        ] {
+            assert!(of(without).is_empty(), "{without}");
+        }
     }
 
     #[test]
