@@ -92,7 +92,8 @@ pub(crate) struct RankState<D: Device, F: Fabric<D>> {
     peak_scratch: u64,
     /// Seconds of the present step in which it waited for others.
     waited_s: f64,
-    /// That time of the thread that plays it, known from its first step on.
+    /// How long the thread that plays it stood in line for a processor, known from its first step
+    /// on.
     in_line: Option<InLine>,
     orders: Option<Orders>,
     record: Option<Record>,

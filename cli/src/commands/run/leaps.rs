@@ -5,8 +5,10 @@ use std::collections::VecDeque;
 
 /// Steps that a loss is compared with.
 const BEFORE: usize = 20;
-/// A leap is so many standard deviations above their mean, and by so large a share of it. Six happen by
-/// chance once in 10^9 steps; the share is for losses that hardly vary.
+/// A leap is so many standard deviations above their mean, and by so large a share of it. Mean and
+/// deviation are those of 20 losses themselves, so six deviations are Student's t of 5.7 with 19
+/// degrees of freedom: of losses that vary normally and do not trend, some 8 in a million are so high by
+/// chance. The share is for losses that hardly vary.
 const LEAP: (f64, f64) = (6.0, 0.1);
 
 /// Watches the losses of a run.
