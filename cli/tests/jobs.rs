@@ -444,7 +444,7 @@ fn recomputation_and_offload_are_among_the_changes() {
     );
     place.write(
         "train.sh",
-        b"deepspeed --num_gpus 4 train.py --deepspeed ds.json --gradient_checkpointing True\n",
+        b"deepspeed --num_gpus 8 train.py --deepspeed ds.json --gradient_checkpointing True\n",
     );
     let import = |more: &[&str]| {
         let args = [
