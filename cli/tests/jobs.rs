@@ -440,7 +440,7 @@ fn recomputation_and_offload_are_among_the_changes() {
     let place = Place::new();
     place.write(
         "ds.json",
-        br#"{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}, "train_micro_batch_size_per_gpu": 1, "train_batch_size": 16, "bf16": {"enabled": true}}"#,
+        br#"{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": false}, "offload_param": {"device": "none"}}, "train_micro_batch_size_per_gpu": 1, "train_batch_size": 16, "bf16": {"enabled": true}}"#,
     );
     place.write(
         "train.sh",
@@ -476,6 +476,7 @@ fn recomputation_and_offload_are_among_the_changes() {
         (&offload["old"], &offload["new"]),
         (&"cpu".into(), &Value::Null)
     );
+    assert!(!flags.to_string().contains("offload_param"), "{flags}");
 }
 
 #[test]

@@ -3,6 +3,8 @@
 //! that is nearly the name of one that is read, or another word for it, is refused: its cells
 //! would go missing unseen.
 
+use crate::mixture;
+
 /// Columns without which no row can be modelled.
 pub const REQUIRED_COLUMNS: [&str; 12] = [
     "gpu",
@@ -20,7 +22,7 @@ pub const REQUIRED_COLUMNS: [&str; 12] = [
 ];
 
 /// Columns of which the plan of a row is made beside them, where it is stated.
-const OPTIONAL: [&str; 21] = [
+const OPTIONAL: [&str; 14] = [
     "precision",
     "heads",
     "kv_heads",
@@ -35,13 +37,6 @@ const OPTIONAL: [&str; 21] = [
     "sequence_parallel",
     "zero_stage",
     "recompute",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-    "dense_layers",
-    "dense_ffn_hidden",
 ];
 
 /// Columns that name a row, and by which facts of releases and recipes are found.
@@ -129,7 +124,8 @@ pub struct Unread {
 pub fn unread(header: &[String]) -> Unread {
     let mut unread = Unread::default();
     let has = |column: &str| header.iter().any(|h| h == column);
-    let read = REQUIRED_COLUMNS.iter().chain(&OPTIONAL).chain(&NAMING);
+    let optional = OPTIONAL.iter().chain(&mixture::COLUMNS);
+    let read = REQUIRED_COLUMNS.iter().chain(optional).chain(&NAMING);
     for name in header {
         let is_known = read.clone().chain(&KNOWN).any(|k| k == name);
         // Tools that write an index of the rows give it no name.
@@ -257,7 +253,8 @@ mod tests {
     /// never be said.
     #[test]
     fn other_words_are_for_columns_that_are_read() {
-        let read: Vec<&str> = REQUIRED_COLUMNS.into_iter().chain(OPTIONAL).collect();
+        let optional = OPTIONAL.into_iter().chain(mixture::COLUMNS);
+        let read: Vec<&str> = REQUIRED_COLUMNS.into_iter().chain(optional).collect();
         let all: Vec<&str> = read.iter().copied().chain(NAMING).chain(KNOWN).collect();
         for (word, column) in SYNONYMS {
             assert!(read.contains(&column), "{column}");

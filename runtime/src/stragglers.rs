@@ -126,7 +126,7 @@ impl Stragglers {
             .map(|r| Spent {
                 work_s: of(r, |s| s.work_s),
                 wait_s: of(r, |s| s.wait_s),
-                in_line_s: of(r, |s| s.in_line_s),
+                ..Spent::default()
             })
             .collect();
         // Rare and long, so the median knows nothing of it. Ranks that are held up in one step are so

@@ -122,7 +122,10 @@ pub fn changes(settings: &BTreeMap<String, String>, old: &Priced, new: &Priced) 
             }
         }
     }
-    flags.extend(OFFLOADS.iter().filter_map(|name| taken_out(settings, name)));
+    let is_new = |c: &Change| !flags.iter().any(|f| f.name == c.name);
+    let offloads = OFFLOADS.iter().filter_map(|name| taken_out(settings, name));
+    let offloads: Vec<Change> = offloads.filter(is_new).collect();
+    flags.extend(offloads);
     flags.extend(recomputation(settings, &flags, old, new));
     let of_old = |what: &export::NotExpressed| old_export.not_expressed.contains(what);
     let more = new_export.not_expressed.iter().filter(|n| !of_old(n));
@@ -132,22 +135,24 @@ pub fn changes(settings: &BTreeMap<String, String>, old: &Priced, new: &Priced) 
     }
 }
 
-/// A setting, or the group of settings below it, that is to go; none where it is not there or says that
-/// it is off.
+/// A setting, or the group of settings below it, that is to go; none where it is not there, or it or the
+/// device that it names is off.
 fn taken_out(settings: &BTreeMap<String, String>, name: &str) -> Option<Change> {
     let plain = |n: &str| n.trim_start_matches('-').replace('_', "-");
-    let of_group = |n: &str| {
-        let rest = plain(n).strip_prefix(&plain(name)).map(str::to_string);
-        rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
-    };
-    let own = settings.iter().filter(|(n, _)| of_group(n));
-    let values: Vec<String> = own.map(|(_, v)| v.clone()).collect();
-    let is_off = |v: &String| ["false", "none", "0", "null"].contains(&v.to_lowercase().as_str());
-    let old = match values.iter().all(|v| v.is_empty()) {
+    let name_of = |n: &str| plain(n).strip_prefix(&plain(name)).map(str::to_string);
+    let own = settings.iter().filter_map(|(n, v)| Some((name_of(n)?, v)));
+    let own = own.filter(|(rest, _)| rest.is_empty() || rest.starts_with('.'));
+    let own: BTreeMap<String, &String> = own.collect();
+    let deciding = own.get("").or_else(|| own.get(".device"))?;
+    let is_zero = deciding.parse::<f64>().is_ok_and(|v| v == 0.0);
+    if is_zero || ["false", "none", "null"].contains(&deciding.to_lowercase().as_str()) {
+        return None;
+    }
+    let old = match deciding.is_empty() {
         true => "yes".into(),
-        false => values.join(" | "),
+        false => deciding.to_string(),
     };
-    (!values.is_empty() && !values.iter().any(is_off)).then(|| Change {
+    Some(Change {
         name: name.to_string(),
         old: Some(old),
         new: None,
@@ -166,12 +171,9 @@ fn recomputation(
     let change = by_knobs(old, new).into_iter();
     let mut change = change.filter(|c| c.name.starts_with("recomputation"));
     let change = change.next().filter(|_| !flags.iter().any(is_said))?;
-    let own = ["--gradient_checkpointing", "--activation-checkpointing"];
-    let own = own
-        .into_iter()
-        .find_map(|name| Some((name, said(settings, name)?)));
-    Some(match own {
-        Some((name, value)) => Change {
+    let name = "--gradient_checkpointing";
+    Some(match said(settings, name) {
+        Some(value) => Change {
             name: name.into(),
             old: Some(value),
             new: change.new,
