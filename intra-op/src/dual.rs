@@ -18,6 +18,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use super::eliminate::with_widest_vectors;
 use super::problem::Cost;
 use super::reduced::Reduced;
 use super::smooth::Smooth;
@@ -156,18 +157,24 @@ impl<'r> Dual<'r> {
 
     /// Passes over the nodes in order and back. Then messages towards lower indices are up to date.
     pub fn pass_messages(&mut self) {
-        let n = self.links.len();
-        let mut share = Vec::new();
-        for v in 0..n {
-            self.push(v, true, &mut share);
-        }
-        for v in (0..n).rev() {
-            self.push(v, false, &mut share);
-        }
+        with_widest_vectors(
+            #[inline(always)]
+            || {
+                let n = self.links.len();
+                let mut share = Vec::new();
+                for v in 0..n {
+                    self.push(v, true, &mut share);
+                }
+                for v in (0..n).rev() {
+                    self.push(v, false, &mut share);
+                }
+            },
+        )
     }
 
     /// Spreads the cost of node `v` above its minimum over its edges to later (or earlier) nodes,
     /// and passes on the least that these edges then have in every column.
+    #[inline(always)]
     pub fn push(&mut self, v: usize, forward: bool, share: &mut Vec<i64>) {
         let links = &self.links[v];
         let n_forward = links.iter().filter(|l| l.rows).count();
@@ -206,6 +213,7 @@ impl<'r> Dual<'r> {
     }
 
     /// Returns the priced cost of each strategy of `v` with all messages to it.
+    #[inline(always)]
     pub fn gather(&self, v: usize, sum: &mut Vec<i64>) {
         sum.clear();
         sum.extend_from_slice(&self.priced[v]);
@@ -458,6 +466,7 @@ fn largest_sum(reduced: &Reduced) -> u128 {
 }
 
 /// Computes `to[j] = min_i (table[i, j] - from[i])`.
+#[inline(always)]
 fn column_minima(table: &[i64], from: &[i64], to: &mut [i64]) {
     to.fill(i64::MAX);
     for (row, &f) in table.chunks_exact(to.len()).zip(from) {
@@ -468,6 +477,7 @@ fn column_minima(table: &[i64], from: &[i64], to: &mut [i64]) {
 }
 
 /// Computes `to[i] = min_j (table[i, j] - from[j])`.
+#[inline(always)]
 fn row_minima(table: &[i64], from: &[i64], to: &mut [i64]) {
     for (row, t) in table.chunks_exact(from.len()).zip(to) {
         let differences = row.iter().zip(from).map(|(&cell, &f)| cell.wrapping_sub(f));

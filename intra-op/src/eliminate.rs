@@ -29,6 +29,7 @@ use thiserror::Error;
 
 use super::problem::{Cost, Edge, Table};
 use classes::Classes;
+pub(crate) use kernel::with_widest_vectors;
 use kernel::{Cell, INFINITE};
 use near::Near;
 pub use near::WORTH_MESSAGES;

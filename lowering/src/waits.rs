@@ -25,6 +25,7 @@ use ir::program::{
 use ir::{BufferId, InstrId, StreamId, TemplateId};
 use rustc_hash::FxHashMap;
 use smallvec::{SmallVec, smallvec};
+use std::collections::BTreeMap;
 
 /// By stream, one past the position of an instruction; 0 for none.
 type Clock = SmallVec<[u32; 6]>;
@@ -54,6 +55,45 @@ pub fn set_events(role: &mut RoleProgram) {
     meet_exchanges(role);
 }
 
+/// The bytes of a buffer, from and to.
+fn bytes_of(buffer: &Buffer) -> (InSpace, InSpace) {
+    let end = buffer.offset + buffer.stride();
+    ((buffer.space, buffer.offset), (buffer.space, end))
+}
+
+/// Ranges of bytes without overlap, by their first: the end, and who took them last.
+type Taken = BTreeMap<InSpace, (InSpace, BufferId)>;
+
+/// The owners of what lies between `from` and `to`.
+fn overlapping(taken: &Taken, from: InSpace, to: InSpace) -> impl Iterator<Item = BufferId> {
+    let before = taken.range(..from).next_back();
+    let before = before.filter(|(_, (end, _))| *end > from);
+    let inside = taken.range(from..to.max(from));
+    before.into_iter().chain(inside).map(|(_, (_, b))| *b)
+}
+
+/// Gives the bytes between `from` and `to` to `b`.
+fn take(taken: &mut Taken, from: InSpace, to: InSpace, b: BufferId) {
+    if from >= to {
+        return;
+    }
+    let before = taken.range_mut(..from).next_back();
+    if let Some((_, own)) = before.filter(|(_, (end, _))| *end > from) {
+        let (end, owner) = *own;
+        own.0 = from;
+        if end > to {
+            taken.insert(to, (end, owner));
+        }
+    }
+    while let Some((&start, &(end, owner))) = taken.range(from..to).next() {
+        taken.remove(&start);
+        if end > to {
+            taken.insert(to, (end, owner));
+        }
+    }
+    taken.insert(from, (to, b));
+}
+
 /// The accesses that a buffer's next access may have to wait for.
 #[derive(Clone)]
 struct Access {
@@ -67,8 +107,8 @@ struct Accesses<'b> {
     n_streams: usize,
     /// By buffer; `None` for those that the template has not touched so far.
     by_buffer: Vec<Option<Access>>,
-    /// Bytes, from and to, of the transient buffers that it has touched.
-    taken: Vec<(InSpace, InSpace, BufferId)>,
+    /// By first byte, the end of a range of bytes and the transient buffer that took it last.
+    taken: Taken,
     /// All that it has touched.
     touched: Vec<BufferId>,
 }
@@ -79,7 +119,7 @@ impl<'b> Accesses<'b> {
             buffers,
             n_streams,
             by_buffer: vec![None; buffers.len()],
-            taken: Vec::new(),
+            taken: BTreeMap::new(),
             touched: Vec::new(),
         }
     }
@@ -103,9 +143,8 @@ impl<'b> Accesses<'b> {
             self.touched.push(b);
             let buffer = &self.buffers[b.index()];
             if buffer.class == BufferClass::Transient {
-                let end = buffer.offset + buffer.stride();
-                self.taken
-                    .push(((buffer.space, buffer.offset), (buffer.space, end), b));
+                let (from, to) = bytes_of(buffer);
+                take(&mut self.taken, from, to, b);
             }
         }
         access.get_or_insert_with(|| Access {
@@ -114,18 +153,16 @@ impl<'b> Accesses<'b> {
         })
     }
 
-    /// A transient buffer's first access waits for all accesses of those whose bytes it takes.
+    /// A transient buffer's first access waits for all accesses of those whose bytes it takes. For
+    /// those that had the same bytes before, their next owner has waited.
     fn reused_bytes(&self, b: BufferId, wait: &mut Clock) {
         let own = &self.buffers[b.index()];
         if self.by_buffer[b.index()].is_some() || own.class != BufferClass::Transient {
             return;
         }
-        let (from, to) = (
-            (own.space, own.offset),
-            (own.space, own.offset + own.stride()),
-        );
-        let others = self.taken.iter().filter(|t| from < t.1 && t.0 < to);
-        for access in others.filter_map(|t| self.by_buffer[t.2.index()].as_ref()) {
+        let (from, to) = bytes_of(own);
+        let others = overlapping(&self.taken, from, to);
+        for access in others.filter_map(|b| self.by_buffer[b.index()].as_ref()) {
             join(wait, &access.written);
             join(wait, &access.read);
         }

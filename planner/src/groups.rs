@@ -14,6 +14,7 @@ use crate::pins::{AxisRole, Pins, ZeroLevels};
 use crate::prices::Buckets;
 use cost_model::compute;
 use forward::forward_group;
+pub(crate) use index::Index;
 use ir::cluster::Cluster;
 use ir::op::{Assignment, OpStrategy, ShardingRule};
 use ir::training::TrainingGraph;
@@ -27,6 +28,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 mod forward;
+mod index;
 mod members;
 mod parameter;
 mod resting;
@@ -50,6 +52,8 @@ pub(crate) struct Setting<'a> {
     ///
     /// [`made_of_parameters`]: crate::pins::whole::made_of_parameters
     pub of_parameters: &'a [bool],
+    /// What is looked up in the training graph.
+    pub index: &'a Index,
 }
 
 /// A decision group.
@@ -131,7 +135,7 @@ impl Phases {
 /// Splits the ops of one layer into groups with their choices.
 pub(crate) fn make_groups(s: &Setting<'_>, ops: &[OpId]) -> Vec<Group> {
     let graph = &s.training.graph;
-    let params = parameter_members(s.training, ops);
+    let params = parameter_members(graph, s.index, ops);
     let mut groups: Vec<Group> = params
         .iter()
         .map(|members| parameter_group(s, members))

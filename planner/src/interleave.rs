@@ -284,8 +284,10 @@ impl Frontier {
                     }
                 }
             }
+            // Of equal ones the earlier stages' cheaper ways first, then the earlier entry.
+            let place = |s: &Step| (s.size(), s.before, s.entry);
             let by_weight = |a: &Step, b: &Step| a.weight_s.total_cmp(&b.weight_s);
-            new.sort_by(|a, b| by_weight(a, b).then(a.size().cmp(&b.size())));
+            new.sort_unstable_by(|a, b| by_weight(a, b).then_with(|| place(a).cmp(&place(b))));
             if !is_few {
                 keep_unbeaten(&mut new);
             }

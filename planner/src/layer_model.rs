@@ -616,7 +616,10 @@ fn find_links(s: &Setting<'_>, groups: &[Group]) -> Vec<Link> {
             }
         }
     }
-    for state in &s.training.states {
+    // The states that are read here, in their order.
+    let read = home.keys().flat_map(|id| &graph.op(*id).outputs);
+    let places: BTreeSet<usize> = read.filter_map(|&v| s.index.place(v)).collect();
+    for state in places.into_iter().map(|i| &s.training.states[i]) {
         let writer = graph.value(state.write);
         let reader = graph.value(state.read).producer;
         if let (Some(&(from, p)), Some(&(to, k))) = (home.get(&writer.producer), home.get(&reader))

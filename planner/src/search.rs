@@ -343,6 +343,7 @@ impl<'a> Search<'a> {
             saved: &variant.saved,
             buckets: &variant.buckets,
             of_parameters: &variant.of_parameters,
+            index: &variant.index,
         }
     }
 }

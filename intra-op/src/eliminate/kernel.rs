@@ -13,7 +13,7 @@ const LANES: usize = 8;
 
 /// Runs a function compiled for the widest vectors that the processor has. What it calls is so only
 /// where it is inlined.
-pub(super) fn with_widest_vectors<R>(f: impl FnOnce() -> R) -> R {
+pub(crate) fn with_widest_vectors<R>(f: impl FnOnce() -> R) -> R {
     pulp::Arch::new().dispatch(f)
 }
 

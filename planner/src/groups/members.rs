@@ -1,41 +1,33 @@
 //! Which ops of a layer are decided together: members of a parameter, and ops that follow a
 //! forward op.
 
-use ir::training::{StateRole, TrainingGraph};
+use super::index::Index;
 use ir::{Graph, Op, OpId, OpKind, Origin, Pass, Region, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Members of each parameter that this layer owns, in the order of the parameters: states,
 /// preparation, sum of gradients, update, and the accumulators that lie in this layer.
-pub(super) fn parameter_members(training: &TrainingGraph, ops: &[OpId]) -> Vec<Vec<OpId>> {
-    let graph = &training.graph;
+pub(super) fn parameter_members(graph: &Graph, index: &Index, ops: &[OpId]) -> Vec<Vec<OpId>> {
     let here: BTreeSet<OpId> = ops.iter().copied().collect();
-    let states = || training.states.iter();
-    let parameters = states().filter(|s| s.role == StateRole::Parameter);
-    let by_path: BTreeMap<&str, ValueId> = parameters.map(|s| (s.path.as_str(), s.read)).collect();
-    // By the value of a state, that of its parameter.
-    let owner: BTreeMap<ValueId, ValueId> = states()
-        .filter_map(|s| Some((s.read, *by_path.get(s.param.as_str())?)))
-        .collect();
     let mut members: BTreeMap<ValueId, BTreeSet<OpId>> = BTreeMap::new();
     for &id in ops {
         let op = graph.op(id);
         match &op.kind {
             OpKind::State { .. } => {
-                if let Some(p) = owner.get(&op.outputs[0]) {
-                    members.entry(*p).or_default().insert(id);
+                if let Some(p) = index.parameter(op.outputs[0]) {
+                    members.entry(p).or_default().insert(id);
                 }
             }
             OpKind::AdamW { .. } | OpKind::Sgd { .. } => {
-                if let Some(p) = owner.get(&op.inputs[0]) {
-                    let set = members.entry(*p).or_default();
+                if let Some(p) = index.parameter(op.inputs[0]) {
+                    let set = members.entry(p).or_default();
                     set.insert(id);
                     gradient_chain(graph, op.inputs[1], &here, set);
                 }
             }
             OpKind::SumSquares => {}
             OpKind::Cast { .. } | OpKind::Layout if prepares(op) => {
-                if let Some(p) = parameter_source(graph, op.inputs[0], &owner)
+                if let Some(p) = parameter_source(graph, op.inputs[0], index)
                     .filter(|_| local_source(graph, op, &here))
                 {
                     members.entry(p).or_default().insert(id);
@@ -53,8 +45,8 @@ pub(super) fn parameter_members(training: &TrainingGraph, ops: &[OpId]) -> Vec<V
         let update = ops.iter().map(|&u| graph.op(u)).find(|u| {
             matches!(u.kind, OpKind::AdamW { .. } | OpKind::Sgd { .. }) && u.inputs[1] == gradient
         });
-        if let Some(p) = update.and_then(|u| owner.get(&u.inputs[0])) {
-            members.entry(*p).or_default().insert(id);
+        if let Some(p) = update.and_then(|u| index.parameter(u.inputs[0])) {
+            members.entry(p).or_default().insert(id);
         }
     }
     members
@@ -91,16 +83,12 @@ fn gradient_chain(graph: &Graph, v: ValueId, here: &BTreeSet<OpId>, set: &mut BT
     }
 }
 
-fn parameter_source(
-    graph: &Graph,
-    v: ValueId,
-    owner: &BTreeMap<ValueId, ValueId>,
-) -> Option<ValueId> {
+fn parameter_source(graph: &Graph, v: ValueId, index: &Index) -> Option<ValueId> {
     let op = graph.op(graph.value(v).producer);
     match op.kind {
-        OpKind::State { .. } => owner.get(&v).copied(),
+        OpKind::State { .. } => index.parameter(v),
         OpKind::Cast { .. } | OpKind::Layout if prepares(op) => {
-            parameter_source(graph, op.inputs[0], owner)
+            parameter_source(graph, op.inputs[0], index)
         }
         _ => None,
     }

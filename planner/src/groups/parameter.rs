@@ -31,7 +31,7 @@ pub(super) fn parameter_group(s: &Setting<'_>, ops: &[OpId]) -> Group {
         .map(|v| graph.ty(v).shape.bind(s.batch))
         .unwrap_or_default();
     let rules: Vec<ShardingRule> = ops.iter().map(|&id| graph.rule(graph.op(id))).collect();
-    let forward = forward_uses(graph, ops);
+    let forward = forward_uses(s, ops);
     let expert_dim = dim_used_as(graph, &forward, FactorRole::Expert);
     // Parts are taken of it, or it is moved, as a table of positions is cut to the sequence and
     // stored in its order.
@@ -124,16 +124,21 @@ fn levels(s: &Setting<'_>, is_cut: bool, uses: &[ParamUse]) -> ZeroLevels {
 }
 
 /// The uses of a parameter in the forward pass: ops, and the first operand of each that is made of it.
-fn forward_uses<'g>(graph: &'g Graph, ops: &[OpId]) -> Vec<(&'g Op, usize)> {
+fn forward_uses<'g>(s: &'g Setting<'_>, ops: &[OpId]) -> Vec<(&'g Op, usize)> {
+    let graph = &s.training.graph;
     let made: BTreeSet<ValueId> = ops
         .iter()
         .map(|&id| graph.op(id))
         .filter(|op| prepares(op))
         .flat_map(|op| op.outputs.iter().copied())
         .collect();
-    let is_forward = |op: &&Op| op.region == Region::Microbatch && op.pass == Pass::F;
-    let forward = graph.ops().iter().filter(is_forward);
-    let uses = forward.filter_map(|op| {
+    let users: BTreeSet<OpId> = made
+        .iter()
+        .flat_map(|&v| s.index.users(v))
+        .copied()
+        .collect();
+    let uses = users.into_iter().map(|id| graph.op(id));
+    let uses = uses.filter_map(|op| {
         let operand = op.inputs.iter().position(|v| made.contains(v))?;
         Some((op, operand))
     });
@@ -248,8 +253,7 @@ impl ParamLayout {
 
     /// The strategy of a member op; all members' factors are the parameter's dims in order.
     fn strategy(&self, s: &Setting<'_>, op: &Op, foreign: bool) -> OpStrategy {
-        let states = &s.training.states;
-        let role = |v: ValueId| states.iter().find(|st| st.read == v).map(|st| st.role);
+        let role = |v: ValueId| Some(s.index.state(s.training, v)?.role);
         let places = match &op.kind {
             OpKind::State { .. } => match role(op.outputs[0]) {
                 Some(StateRole::Parameter) => &self.rest,

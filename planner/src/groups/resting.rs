@@ -71,8 +71,7 @@ fn moved(s: &Setting<'_>, ops: &[ir::OpId], choice: &Choice) -> Vec<(TensorClass
 fn class_of(s: &Setting<'_>, op: &Op) -> Option<TensorClass> {
     match op.kind {
         OpKind::State { .. } => {
-            let states = &s.training.states;
-            let state = states.iter().find(|state| state.read == op.outputs[0])?;
+            let state = s.index.state(s.training, op.outputs[0])?;
             match state.role {
                 StateRole::Parameter
                     if s.train.parameters_at_rest() == s.train.precision.compute() =>

@@ -19,6 +19,7 @@ use crate::groups::{Choice, Group, Phases};
 use crate::pins::ZeroLevels;
 use ir::ShardingSpec;
 use rustc_hash::FxHashMap;
+use std::cell::OnceCell;
 
 /// The assumption that what may hide does: under this, too, a choice has to be of no use.
 const HIDING: Assumed = Assumed {
@@ -102,7 +103,7 @@ pub(super) fn drop_by_links(
                 return false;
             }
             for link in &links {
-                let Some(more) = link.by_faces[link.faces[a] * link.n_faces + link.faces[b]] else {
+                let Some(more) = link.more(link.faces[a], link.faces[b]) else {
                     return false;
                 };
                 for (longer, more) in longer.iter_mut().zip(more) {
@@ -131,9 +132,31 @@ struct Longer {
     /// Per choice, its face.
     faces: Vec<usize>,
     n_faces: usize,
-    /// `[from face][to face]`: at most, over the faces that the other group may show; `None` where
-    /// that loses a way, or a level. In full, and with what may hide assumed to.
-    by_faces: Vec<Option<[Times; 2]>>,
+    /// By face, then by the faces that the other group may show.
+    seen: Vec<Option<Seen>>,
+    n_others: usize,
+    is_level_pinned: bool,
+    /// `[from face][to face]`: what was found so far.
+    by_faces: Vec<OnceCell<Option<[Times; 2]>>>,
+}
+
+/// The layout changes of a cell as both assumptions see them, and its levels.
+#[derive(Clone, Copy)]
+struct Seen {
+    /// In full, and with what may hide assumed to: seconds of a microbatch, then of a step.
+    seconds: [f64; 4],
+    levels: ZeroLevels,
+}
+
+impl Seen {
+    fn of(cell: &LinkCell) -> Seen {
+        let [full, hidden] =
+            [Assumed::default(), HIDING].map(|a| times(a.seen(cell.time, cell.hideable)));
+        Seen {
+            seconds: [full[0], full[1], hidden[0], hidden[1]],
+            levels: cell.levels,
+        }
+    }
 }
 
 impl Longer {
@@ -144,32 +167,48 @@ impl Longer {
         };
         others.sort_unstable();
         others.dedup();
+        let n_faces = faces.iter().max().map_or(0, |most| most + 1);
+        // Each cell is looked at for all pairs of faces: seen once, by face and then by other.
         let cell = |face: usize, other: usize| match link.a == index {
             true => &link.cells[face * link.n_faces_b + other],
             false => &link.cells[other * link.n_faces_b + face],
         };
-        let more = |a: usize, b: usize| {
-            let mut most = [[f64::NEG_INFINITY; 2]; 2];
-            for &other in &others {
-                let Some(from) = cell(a, other) else { continue };
-                let to = cell(b, other).as_ref();
-                let to = to.filter(|to| is_level_pinned || covers(to.levels, from.levels))?;
-                for (most, assumed) in most.iter_mut().zip([Assumed::default(), HIDING]) {
-                    let seen = |cell: &LinkCell| times(assumed.seen(cell.time, cell.hideable));
-                    let (i, j) = (seen(to), seen(from));
-                    *most = [most[0].max(i[0] - j[0]), most[1].max(i[1] - j[1])];
-                }
-            }
-            // A face from which there is no way is no loss.
-            let or_none = |longer: f64| if longer.is_finite() { longer } else { 0.0 };
-            Some(most.map(|most| most.map(or_none)))
-        };
-        let n_faces = faces.iter().max().map_or(0, |most| most + 1);
-        let pairs = (0..n_faces).flat_map(|a| (0..n_faces).map(move |b| (a, b)));
+        let of_face = |face| others.iter().map(move |&other| (face, other));
+        let seen: Vec<Option<Seen>> = (0..n_faces)
+            .flat_map(of_face)
+            .map(|(face, other)| cell(face, other).as_ref().map(Seen::of))
+            .collect();
         Longer {
-            by_faces: pairs.map(|(a, b)| more(a, b)).collect(),
+            by_faces: vec![OnceCell::new(); n_faces * n_faces],
+            n_others: others.len(),
             faces,
             n_faces,
+            seen,
+            is_level_pinned,
         }
+    }
+
+    /// At most, over the faces that the other group may show; `None` where that loses a way, or a
+    /// level. In full, and with what may hide assumed to.
+    fn more(&self, a: usize, b: usize) -> Option<[Times; 2]> {
+        let known = &self.by_faces[a * self.n_faces + b];
+        *known.get_or_init(|| self.most(a, b))
+    }
+
+    fn most(&self, a: usize, b: usize) -> Option<[Times; 2]> {
+        let row = |face: usize| &self.seen[face * self.n_others..][..self.n_others];
+        let mut most = [f64::NEG_INFINITY; 4];
+        for (from, to) in row(a).iter().zip(row(b)) {
+            let Some(from) = from else { continue };
+            let covers = |to: &&Seen| self.is_level_pinned || covers(to.levels, from.levels);
+            let to = to.as_ref().filter(covers)?;
+            for ((most, i), j) in most.iter_mut().zip(to.seconds).zip(from.seconds) {
+                *most = most.max(i - j);
+            }
+        }
+        // A face from which there is no way is no loss.
+        let or_none = |longer: f64| if longer.is_finite() { longer } else { 0.0 };
+        let most = most.map(or_none);
+        Some([[most[0], most[1]], [most[2], most[3]]])
     }
 }

@@ -1,4 +1,5 @@
 use super::*;
+use crate::groups::Index;
 use crate::pins::{AxisRole, Pins};
 use crate::prices::Buckets;
 use crate::stage::{PricedMesh, Sequences};
@@ -25,6 +26,7 @@ struct Scene {
     saved: Vec<bool>,
     buckets: Buckets,
     of_parameters: Vec<bool>,
+    index: Index,
     layers: Layers,
 }
 
@@ -68,6 +70,7 @@ impl Scene {
             saved: vec![true; training.graph.values().len()],
             buckets: Buckets::new(&training),
             of_parameters: crate::pins::whole::made_of_parameters(&training.graph),
+            index: Index::new(&training),
             roles: vec![AxisRole::Free; axes.len()],
             mesh: LogicalMesh::new(devices, axes).unwrap(),
             cluster: cluster_without_tiles(),
@@ -89,6 +92,7 @@ impl Scene {
             saved: &self.saved,
             buckets: &self.buckets,
             of_parameters: &self.of_parameters,
+            index: &self.index,
         }
     }
 }

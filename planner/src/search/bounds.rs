@@ -463,16 +463,27 @@ impl Search<'_> {
                 by_start[start].push((end, sequence));
             }
         }
+        let n_stages = numbers.len();
+        if n_stages > n_layers {
+            return f64::INFINITY;
+        }
         let mut least = vec![f64::INFINITY; n_layers + 1];
         least[0] = 0.0;
         for (stage, n) in numbers.iter().enumerate() {
             let figures = &known[n];
             let mut next = vec![f64::INFINITY; n_layers + 1];
-            for start in stage..n_layers {
+            // The stages behind have a layer each at least, and `longest` at most.
+            let behind = n_stages - stage - 1;
+            let most_end = n_layers - behind;
+            let least_end = n_layers.saturating_sub(behind.saturating_mul(longest));
+            for start in stage..most_end {
                 if least[start].is_infinite() {
                     continue;
                 }
                 for &(end, sequence) in &by_start[start] {
+                    if !(least_end..=most_end).contains(&end) {
+                        continue;
+                    }
                     if let Some(s) = figures[sequence] {
                         next[end] = next[end].min(least[start] + s);
                     }

@@ -7,6 +7,7 @@
 
 use super::request::{recomputed, saved_values};
 use crate::PlanError;
+use crate::groups::Index;
 use crate::layers::{Layers, find_layers};
 use crate::pins::Pins;
 use crate::pins::whole::made_of_parameters;
@@ -27,6 +28,7 @@ pub(super) struct Variant {
     pub(super) saved: Vec<bool>,
     pub(super) buckets: Buckets,
     pub(super) of_parameters: Vec<bool>,
+    pub(super) index: Index,
 }
 
 /// The variants of a training graph in which nothing is recomputed yet, that which recomputes least
@@ -74,6 +76,7 @@ pub(super) fn variants(kept: TrainingGraph, pins: &Pins) -> Result<Vec<Variant>,
             saved: saved_values(&training),
             buckets: Buckets::new(&training),
             of_parameters: made_of_parameters(&training.graph),
+            index: Index::new(&training),
             layers: Layers {
                 ops: layers.ops,
                 kind: kind.clone(),
