@@ -96,12 +96,34 @@ struct Link {
 
 impl Link {
     /// The specs of a choice of group `g` that the other group sees.
-    fn face<'c>(&self, g: usize, choice: &'c Choice) -> Vec<&'c ShardingSpec> {
-        let shown = |u: &Use| match u.from == g {
+    fn face<'c>(&self, g: usize, choice: &'c Choice) -> impl Iterator<Item = &'c ShardingSpec> {
+        self.uses.iter().map(move |u| match u.from == g {
             true => u.made(choice),
             false => u.wanted(choice),
-        };
-        self.uses.iter().map(shown).collect()
+        })
+    }
+}
+
+/// Numbers of specs ([`Prices::number`]). Choices share the parts that hold their specs, so where
+/// one lies is looked at before what it says.
+struct SpecNumbers<'p, 'a> {
+    prices: &'p mut Prices<'a>,
+    /// By address; what was numbered outlives this.
+    known: FxHashMap<*const ShardingSpec, usize>,
+}
+
+impl<'p, 'a> SpecNumbers<'p, 'a> {
+    fn new(prices: &'p mut Prices<'a>) -> Self {
+        SpecNumbers {
+            prices,
+            known: FxHashMap::default(),
+        }
+    }
+
+    fn of(&mut self, spec: &ShardingSpec) -> usize {
+        let prices = &mut *self.prices;
+        let known = self.known.entry(std::ptr::from_ref(spec));
+        *known.or_insert_with(|| prices.number(spec))
     }
 }
 
@@ -294,7 +316,7 @@ impl LayerModel {
             }
             n_made += group.choices.len();
             if !group.boundary {
-                drop_among_equal_faces(group, i, &links, is_level_pinned);
+                drop_among_equal_faces(group, i, &links, is_level_pinned, prices);
             }
         }
         let between = links.iter().filter(|l| l.a != l.b);
@@ -664,12 +686,34 @@ impl Use {
 struct Changes<'u> {
     of: &'u Use,
     /// By face of the producer's group: the spec that it makes.
-    from: Vec<usize>,
+    from: Dense,
     /// By face of the consumer's group: the spec that it wants.
-    to: Vec<usize>,
+    to: Dense,
     tensor: Tensor,
-    /// By both specs, the price ([`price_use`]).
-    known: FxHashMap<(usize, usize), (Option<f64>, ZeroLevels)>,
+    /// By both specs' places, the price ([`price_use`]).
+    known: Vec<Option<(Option<f64>, ZeroLevels)>>,
+}
+
+/// Numbers, and for each its place among the distinct ones.
+struct Dense {
+    numbers: Vec<usize>,
+    places: Vec<usize>,
+    n_distinct: usize,
+}
+
+impl Dense {
+    fn of(numbers: Vec<usize>) -> Dense {
+        let mut known: FxHashMap<usize, usize> = FxHashMap::default();
+        let place = |n: &usize| {
+            let next = known.len();
+            *known.entry(*n).or_insert(next)
+        };
+        Dense {
+            places: numbers.iter().map(place).collect(),
+            n_distinct: known.len(),
+            numbers,
+        }
+    }
 }
 
 /// The phase in which a use brings its value: within one it is brought once.
@@ -782,12 +826,13 @@ fn price_between(
     groups: &[Group],
 ) -> PricedLink {
     // Choices that show this link the same specs cost the same: price each pair of faces once.
-    let face = |g: usize, c: usize| link.face(g, &groups[g].choices[c]);
-    let faces = |g: usize| -> (Vec<usize>, Vec<usize>) {
-        let mut known = BTreeMap::new();
+    let mut specs = SpecNumbers::new(prices);
+    let mut faces = |g: usize| -> (Vec<usize>, Vec<usize>) {
+        let mut known: FxHashMap<Vec<usize>, usize> = FxHashMap::default();
         let mut first = Vec::new();
-        let ids = (0..groups[g].choices.len()).map(|c| {
-            *known.entry(face(g, c)).or_insert_with(|| {
+        let ids = groups[g].choices.iter().enumerate().map(|(c, choice)| {
+            let face = link.face(g, choice).map(|spec| specs.of(spec)).collect();
+            *known.entry(face).or_insert_with(|| {
                 first.push(c);
                 first.len() - 1
             })
@@ -804,12 +849,15 @@ fn price_between(
             false => &first_b,
         };
         let choices = |g: usize| firsts(g).iter().map(move |&c| &groups[g].choices[c]);
+        let from: Vec<usize> = choices(u.from).map(|c| specs.of(u.made(c))).collect();
+        let to: Vec<usize> = choices(u.to).map(|c| specs.of(u.wanted(c))).collect();
+        let (from, to) = (Dense::of(from), Dense::of(to));
         changes.push(Changes {
             of: u,
-            from: choices(u.from).map(|c| prices.number(u.made(c))).collect(),
-            to: choices(u.to).map(|c| prices.number(u.wanted(c))).collect(),
-            tensor: tensor_of(s, prices, u),
-            known: FxHashMap::default(),
+            tensor: tensor_of(s, specs.prices, u),
+            known: vec![None; from.n_distinct * to.n_distinct],
+            from,
+            to,
         });
     }
     let kept = |u: &Use| (u.value, phase(s, u));
@@ -829,7 +877,7 @@ fn price_between(
                 true => &groups[g].choices[ca],
                 false => &groups[g].choices[cb],
             };
-            let wanted = |c: &Changes<'_>| c.to[side(c.of.to)];
+            let wanted = |c: &Changes<'_>| c.to.numbers[side(c.of.to)];
             let mut cell = Some(LinkCell {
                 time: Phases::default(),
                 hideable: Phases::default(),
@@ -838,13 +886,15 @@ fn price_between(
             for i in 0..changes.len() {
                 let change = &changes[i];
                 let (u, to) = (change.of, wanted(change));
-                let from = change.from[side(u.from)];
+                let from = change.from.numbers[side(u.from)];
                 let is_brought = |j: &usize| wanted(&changes[*j]) == to;
                 if from == to || before[i].iter().any(is_brought) {
                     continue;
                 }
+                let place = change.from.places[side(u.from)] * change.to.n_distinct
+                    + change.to.places[side(u.to)];
                 let Changes { tensor, known, .. } = &mut changes[i];
-                let (price, levels) = *known.entry((from, to)).or_insert_with(|| {
+                let (price, levels) = *known[place].get_or_insert_with(|| {
                     let specs = (u.made(choice(u.from)), u.wanted(choice(u.to)));
                     price_use(s, prices, u, specs, (from, to), tensor)
                 });

@@ -14,10 +14,10 @@
 //! So of two that cost the same only the later one is dropped, and where costs are of several
 //! rounded terms the difference has to be more than rounding.
 
-use super::{Assumed, Link, LinkCell, PricedLink, QUANTUM_S};
+use super::{Assumed, Link, LinkCell, PricedLink, QUANTUM_S, SpecNumbers};
 use crate::groups::{Choice, Group, Phases};
 use crate::pins::ZeroLevels;
-use ir::ShardingSpec;
+use crate::prices::Prices;
 use rustc_hash::FxHashMap;
 use std::cell::OnceCell;
 
@@ -40,12 +40,33 @@ fn covers(b: ZeroLevels, a: ZeroLevels) -> bool {
     b.and(a) == a
 }
 
-/// Whether `b` holds as little as `a`, and keeps to its levels; one that is pinned all keep to.
-fn holds_no_more(b: &Choice, a: &Choice, is_level_pinned: bool) -> bool {
-    b.static_bytes <= a.static_bytes
-        && b.saved_bytes <= a.saved_bytes
-        && b.recomputed_bytes <= a.recomputed_bytes
-        && (is_level_pinned || covers(b.levels, a.levels))
+/// A choice as it is compared with the others of its group.
+#[derive(Clone, Copy)]
+struct Own {
+    /// That live for the step, saved for the backward pass, and recomputed for it.
+    bytes: [u64; 3],
+    times: Times,
+    levels: ZeroLevels,
+}
+
+impl Own {
+    fn of(choice: &Choice) -> Own {
+        Own {
+            bytes: [
+                choice.static_bytes,
+                choice.saved_bytes,
+                choice.recomputed_bytes,
+            ],
+            times: times(choice.time),
+            levels: choice.levels,
+        }
+    }
+
+    /// Whether it holds as little as `a`, and keeps to its levels; one that is pinned all keep to.
+    fn holds_no_more(&self, a: &Own, is_level_pinned: bool) -> bool {
+        let mut bytes = self.bytes.iter().zip(a.bytes);
+        bytes.all(|(b, a)| *b <= a) && (is_level_pinned || covers(self.levels, a.levels))
+    }
 }
 
 /// Drops the choices of group `index` that show the other groups the same specs as one that
@@ -55,22 +76,25 @@ pub(super) fn drop_among_equal_faces(
     index: usize,
     links: &[Link],
     is_level_pinned: bool,
+    prices: &mut Prices<'_>,
 ) {
     let own: Vec<&Link> = links
         .iter()
         .filter(|l| l.a != l.b && (l.a == index || l.b == index))
         .collect();
-    let choices = &group.choices;
-    let mut classes: FxHashMap<Vec<&ShardingSpec>, Vec<usize>> = FxHashMap::default();
-    for (i, choice) in choices.iter().enumerate() {
-        let face = own.iter().flat_map(|l| l.face(index, choice)).collect();
+    let choices: Vec<Own> = group.choices.iter().map(Own::of).collect();
+    let mut numbers = SpecNumbers::new(prices);
+    let mut classes: FxHashMap<Vec<usize>, Vec<usize>> = FxHashMap::default();
+    for (i, choice) in group.choices.iter().enumerate() {
+        let face = own.iter().flat_map(|l| l.face(index, choice));
+        let face = face.map(|spec| numbers.of(spec)).collect();
         classes.entry(face).or_default().push(i);
     }
     let beats = |b: usize, a: usize| {
-        let (i, j) = (times(choices[b].time), times(choices[a].time));
+        let (i, j) = (choices[b].times, choices[a].times);
         let no_longer = i[0] <= j[0] && i[1] <= j[1];
         let first = b < a || i[1] + 2.0 * QUANTUM_S < j[1];
-        b != a && no_longer && first && holds_no_more(&choices[b], &choices[a], is_level_pinned)
+        b != a && no_longer && first && choices[b].holds_no_more(&choices[a], is_level_pinned)
     };
     let mut useless = vec![false; choices.len()];
     for class in classes.values() {
@@ -94,14 +118,14 @@ pub(super) fn drop_by_links(
             .map(|l| Longer::of(l, index, is_level_pinned))
             .collect();
         let margin = (links.len() + 2) as f64 * QUANTUM_S;
-        let choices = &group.choices;
+        let choices: Vec<Own> = group.choices.iter().map(Own::of).collect();
         let beats = |b: usize, a: usize| {
-            let (i, j) = (times(choices[b].time), times(choices[a].time));
-            // In full, and where what may hide is assumed to.
-            let mut longer = [[i[0] - j[0], i[1] - j[1]]; 2];
-            if a == b || !holds_no_more(&choices[b], &choices[a], is_level_pinned) {
+            if a == b || !choices[b].holds_no_more(&choices[a], is_level_pinned) {
                 return false;
             }
+            let (i, j) = (choices[b].times, choices[a].times);
+            // In full, and where what may hide is assumed to.
+            let mut longer = [[i[0] - j[0], i[1] - j[1]]; 2];
             for link in &links {
                 let Some(more) = link.more(link.faces[a], link.faces[b]) else {
                     return false;
