@@ -320,23 +320,85 @@ fn travels(item: &CollectiveItem) -> bool {
 
 fn first_fit(mut intervals: Vec<Interval>, base: u64) -> Vec<Interval> {
     intervals.sort_by_key(|i| (std::cmp::Reverse(i.bytes), i.first, i.buffer));
-    // By offset, so that gaps are found in one pass.
-    let mut placed: Vec<Interval> = Vec::with_capacity(intervals.len());
+    let mut placed = Placed::until(intervals.iter().map(|i| i.last).max().unwrap_or(0));
     for mut new in intervals {
-        new.offset = base;
-        for old in placed
-            .iter()
-            .filter(|old| old.first <= new.last && new.first <= old.last)
-        {
-            if old.offset >= new.offset.saturating_add(new.bytes) {
-                break;
-            }
-            new.offset = new.offset.max(old.offset.saturating_add(old.bytes));
-        }
-        let at = placed.partition_point(|old| old.offset <= new.offset);
-        placed.insert(at, new);
+        new.offset = placed.lowest(&new, base);
+        placed.add(new);
     }
-    placed
+    placed.all
+}
+
+/// Instructions that are looked at together: most buffers live no longer.
+const BLOCK: usize = 16;
+/// Blocks up to which a buffer's neighbours are gathered from each.
+const FEW_BLOCKS: usize = 8;
+
+/// The buffers that have a place, found by when they live. Templates have thousands, of which most
+/// live for a few instructions, beside few others.
+struct Placed {
+    /// In the order in which they were placed.
+    all: Vec<Interval>,
+    /// By block of instructions, those that live in it.
+    by_block: Vec<Vec<u32>>,
+    /// Those of any block, by offset.
+    by_offset: Vec<u32>,
+    /// Offset and end of neighbours; kept for its memory.
+    taken: Vec<(u64, u64)>,
+}
+
+impl Placed {
+    /// None so far, of a template with so many instructions before its last.
+    fn until(last: usize) -> Placed {
+        Placed {
+            all: Vec::new(),
+            by_block: vec![Vec::new(); last / BLOCK + 1],
+            by_offset: Vec::new(),
+            taken: Vec::new(),
+        }
+    }
+
+    /// The lowest offset from `base` on at which nothing that lives at the same time lies.
+    fn lowest(&mut self, new: &Interval, base: u64) -> u64 {
+        let (all, blocks) = (&self.all, new.first / BLOCK..new.last / BLOCK + 1);
+        let neighbour = |i: &u32| {
+            let old = &all[*i as usize];
+            let is_beside = old.first <= new.last && new.first <= old.last;
+            is_beside.then(|| (old.offset, old.offset.saturating_add(old.bytes)))
+        };
+        if blocks.len() > FEW_BLOCKS {
+            return gap(base, new.bytes, self.by_offset.iter().filter_map(neighbour));
+        }
+        // One that lives in several blocks comes several times, which changes nothing.
+        self.taken.clear();
+        let near = self.by_block[blocks].iter().flatten();
+        self.taken.extend(near.filter_map(neighbour));
+        self.taken.sort_unstable();
+        gap(base, new.bytes, self.taken.iter().copied())
+    }
+
+    fn add(&mut self, new: Interval) {
+        let number = self.all.len() as u32;
+        for block in &mut self.by_block[new.first / BLOCK..new.last / BLOCK + 1] {
+            block.push(number);
+        }
+        let is_before = |i: &u32| self.all[*i as usize].offset <= new.offset;
+        let at = self.by_offset.partition_point(is_before);
+        self.by_offset.insert(at, number);
+        self.all.push(new);
+    }
+}
+
+/// The lowest offset from `base` on where so many bytes are free, beside ranges (offset, end) by
+/// offset.
+fn gap(base: u64, bytes: u64, taken: impl Iterator<Item = (u64, u64)>) -> u64 {
+    let mut offset = base;
+    for (from, to) in taken {
+        if from >= offset.saturating_add(bytes) {
+            break;
+        }
+        offset = offset.max(to);
+    }
+    offset
 }
 
 #[cfg(test)]
@@ -351,6 +413,37 @@ mod tests {
         assert_eq!(copies(&[(0, 3), (1, 4), (2, 5)]), 3);
         // Never two alive at once but the first two, and yet copy 0 serves every other one.
         assert_eq!(copies(&[(0, 2), (1, 3), (4, 5), (6, 7)]), 2);
+    }
+
+    /// Many buffers, short-lived and long-lived, get the places that a look at all others finds.
+    #[test]
+    fn neighbours_are_found_by_when_they_live() {
+        let mut random = 1u64;
+        let mut below = |n: u64| {
+            random = random.wrapping_mul(6364136223846793005).wrapping_add(1);
+            (random >> 33) % n
+        };
+        for longest in [4, 40, 400] {
+            let mut all = Vec::new();
+            for buffer in 0..300 {
+                let first = below(400) as usize;
+                all.push(Interval {
+                    buffer: BufferId(buffer),
+                    bytes: 256 * (1 + below(20)),
+                    first,
+                    last: first + below(longest) as usize,
+                    offset: 0,
+                });
+            }
+            let placed = first_fit(all, 512);
+            for (i, new) in placed.iter().enumerate() {
+                let alive = |old: &&Interval| old.first <= new.last && new.first <= old.last;
+                let beside = placed[..i].iter().filter(alive);
+                let mut taken: Vec<_> = beside.map(|o| (o.offset, o.offset + o.bytes)).collect();
+                taken.sort_unstable();
+                assert_eq!(new.offset, gap(512, new.bytes, taken.into_iter()));
+            }
+        }
     }
 
     #[test]
