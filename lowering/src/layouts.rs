@@ -15,8 +15,9 @@ use crate::uses::{CrossEdge, Edge, Uses};
 use crate::{coalesce, emit, in_place, offload, order, pack, place};
 use ir::op::OpStrategy;
 use ir::plan::{LayerStrategy, Plan, ScheduleKind, StagePlan};
-use ir::program::Program;
+use ir::program::{Program, RoleProgram};
 use ir::training::TrainingGraph;
+use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Where every op of a plan runs, how its values lie there, and who uses them.
@@ -127,17 +128,19 @@ impl Layouts {
         let resolved = self.homes.of(plan, training);
         let mut draft = emit::emit(&resolved, &self.uses)?;
         let microbatches = order::microbatch_events(&resolved, &draft)?;
-        let mut roles = Vec::with_capacity(draft.roles.len());
-        for mut role in std::mem::take(&mut draft.roles) {
+        // Roles know nothing of each other any more; the error is that of the first.
+        let roles = std::mem::take(&mut draft.roles).into_par_iter();
+        let roles = roles.map(|mut role| {
             role.assemble_trace(&microbatches);
             in_place::merge_all_reduces(&mut role);
             coalesce::coalesce(&mut role, sizes);
             pack::pack(&mut role);
             offload::offload(&resolved, &mut role);
-            roles.push(place::place(role)?);
-        }
+            place::place(role)
+        });
+        let roles: Vec<Result<RoleProgram, LowerError>> = roles.collect();
         Ok(Program {
-            roles,
+            roles: roles.into_iter().collect::<Result<_, _>>()?,
             transfers: draft.transfers,
             n_microbatches: plan.n_microbatches,
             microbatch: plan.microbatch,

@@ -19,6 +19,9 @@ pub(super) struct Problem<'a> {
     pub(super) ending: Vec<Vec<Vec<Candidate>>>,
     /// By number of stages behind: microbatches in flight.
     pub(super) in_flight: Vec<u64>,
+    /// Whether all submeshes are of one size, so that the devices of a label say how many stages it
+    /// has.
+    is_flat: bool,
 }
 
 impl<'a> Problem<'a> {
@@ -43,6 +46,7 @@ impl<'a> Problem<'a> {
             heads: heads.into_iter().collect(),
             tails: tails.into_iter().collect(),
             ending: Vec::new(),
+            is_flat: table.submeshes.windows(2).all(|two| two[0] == two[1]),
             // Where their number is free, the stages before one do not matter.
             in_flight: (1..=options.n_stages.unwrap_or(usize::MAX).clamp(1, most))
                 .map(|n| match options.n_stages {
@@ -142,6 +146,7 @@ impl<'a> Problem<'a> {
                     let Some(best) = self.best_parts(&reached) else {
                         continue;
                     };
+                    let is_stair = self.is_flat && is_stair(&reached);
                     for c in candidates {
                         let own = c.entry.time_s();
                         let before = rest.at(c.start, n_devices - now);
@@ -158,11 +163,19 @@ impl<'a> Problem<'a> {
                         let slot = now * n_heads + c.head;
                         let mut beater = 0;
                         for r in &reached {
+                            // The rest costs more.
+                            if is_stair && r.sum + own + c.entry.step_s + before >= cutoff {
+                                break;
+                            }
                             let label = self.extended(end, c, r, threshold);
                             if let Some(label) = label
                                 && label.sum + label.step + before < cutoff
                             {
                                 self.insert(&mut states[c.start][slot], label, &mut beater);
+                            }
+                            // The rest costs more, and a step of it is no shorter.
+                            if is_stair && r.step <= c.entry.step_s {
+                                break;
                             }
                         }
                     }
@@ -278,6 +291,9 @@ impl<'a> Problem<'a> {
     /// Adds a label unless one stands in for it. `beater` is where the last was that did, which
     /// is often the next one's too.
     fn insert(&self, labels: &mut Vec<Label>, new: Label, beater: &mut usize) {
+        if self.is_flat {
+            return insert_in_stair(labels, new);
+        }
         let beats = |a: &Label, b: &Label| {
             self.stands_in(a.n_stages, b.n_stages) && a.sum <= b.sum && a.step <= b.step
         };
@@ -387,6 +403,30 @@ impl<'a> Problem<'a> {
         }
         least
     }
+}
+
+/// Whether of labels each costs more than the one before it and takes less time once a step, and all
+/// are sent to in the same time.
+fn is_stair(reached: &[Reached]) -> bool {
+    let mut pairs = reached.iter().zip(reached.iter().skip(1));
+    pairs.all(|(a, b)| a.sum <= b.sum && a.step >= b.step && a.transfer == b.transfer)
+}
+
+/// Adds a label to those with as many stages unless one of them stands in for it; those are kept in
+/// the order of their sums, in which their times once a step descend.
+fn insert_in_stair(labels: &mut Vec<Label>, new: Label) {
+    let at = labels.partition_point(|old| old.sum <= new.sum);
+    let before = at.checked_sub(1).map(|i| labels[i]);
+    if before.is_some_and(|old| old.step <= new.step) {
+        return;
+    }
+    let from = match before {
+        Some(old) if old.sum == new.sum => at - 1,
+        _ => at,
+    };
+    let beaten = labels[at..].iter().take_while(|old| old.step >= new.step);
+    let to = at + beaten.count();
+    labels.splice(from..to, [new]);
 }
 
 /// An entry with what the search asks of it.

@@ -28,6 +28,7 @@ use crate::inter_op::{
 use crate::interleave::{Meshes, SharedStage, TooLarge, share};
 use ir::plan::ScheduleKind;
 use ir::schedule::Latency;
+use rayon::prelude::*;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
@@ -187,20 +188,24 @@ impl Search<'_> {
         // Prices say more of the rings that were looked at. The first of the others costs least.
         let others = ways.get(looked_at).map(|(least, ..)| *least);
         solved.lower = others.into_iter().fold(solved.lower, f64::min);
-        for &(least, candidate, ring) in &ways[..looked_at] {
-            let sent_s = self.sent_s(ring, batch).iter().sum::<f64>();
-            let of = RingOf {
-                ring,
-                candidate,
-                m,
-                sent_s,
-            };
-            // Beyond the bound of all others nobody asks for that of one.
-            if least < solved.lower {
-                let priced = self.priced_ring_least_s(of, solved.lower);
-                solved.lower = solved.lower.min(least.max(priced));
-            }
-        }
+        let of_others = solved.lower;
+        let bounds = ways[..looked_at]
+            .par_iter()
+            .map(|&(least, candidate, ring)| {
+                let sent_s = self.sent_s(ring, batch).iter().sum::<f64>();
+                let of = RingOf {
+                    ring,
+                    candidate,
+                    m,
+                    sent_s,
+                };
+                // Beyond the bound of all others nobody asks for that of one.
+                match least < of_others {
+                    true => least.max(self.priced_ring_least_s(of, of_others)),
+                    false => of_others,
+                }
+            });
+        solved.lower = bounds.reduce(|| of_others, f64::min);
     }
 
     /// A ring that the search chose, made again with so many bytes reserved and at the ZeRO level
