@@ -21,6 +21,9 @@ const AT_ONCE: usize = 2;
 /// The ZeRO levels at which the fastest is simulated once more: below them nothing moves in the
 /// microbatches.
 pub(super) const LEVELS: [u8; 2] = [2, 3];
+/// Microbatches up to which what is reduced once a step hides as well: behind the backward pass of
+/// the last one, which is most of the work then.
+const FEW: u32 = 2;
 
 impl Search<'_> {
     /// The best of them, for microbatch sizes that descend; those that cost more than `to_beat`
@@ -56,7 +59,7 @@ impl Search<'_> {
             let to_beat = to_beat.min(least * NEAR);
             let solved = some.par_iter();
             let solved =
-                solved.flat_map(|&b| self.hiding_of((whole, to_beat), b, schedule, reserve));
+                solved.flat_map(|&b| self.hiding_of((whole, to_beat), b, schedule, reserve, None));
             let solved: Vec<Pipeline> = solved.collect();
             let is_dearer = !found.is_empty() && solved.iter().all(|p| cost(p) >= least);
             found.extend(solved.into_iter().filter(|p| cost(p) <= to_beat));
@@ -69,20 +72,43 @@ impl Search<'_> {
         let least = found.first().map_or(0.0, cost);
         found.retain(|p| cost(p) <= NEAR * least);
         found.truncate(self.effort.times(SIMULATED));
+        found.extend(self.whole_beside(&found, whole, schedule, reserve));
         found
     }
 
-    /// Those of a microbatch size, one for each shape, without those that cost more than `to_beat`.
+    /// Of few microbatches the best whose parameters are whole everywhere, if those of `found` may
+    /// be split: the objective charges all of what is reduced at the step's end, assumed to hide or
+    /// not, so by it splitting is always better.
+    fn whole_beside(
+        &self,
+        found: &[Pipeline],
+        whole: usize,
+        schedule: ScheduleKind,
+        reserve: u64,
+    ) -> Option<Pipeline> {
+        let best = found.first().filter(|p| p.m <= FEW)?;
+        if self.pins.zero.is_some() || self.ends() {
+            return None;
+        }
+        let any = (whole, f64::INFINITY);
+        let all = self.hiding_of(any, best.batch, schedule, reserve, Some(0));
+        let cost = |p: &Pipeline| p.choice.cost.total_s;
+        all.into_iter().min_by(|a, b| cost(a).total_cmp(&cost(b)))
+    }
+
+    /// Those of a microbatch size, one for each shape, without those that cost more than `to_beat`;
+    /// at a ZeRO level, or any.
     fn hiding_of(
         &self,
         (whole, to_beat): (usize, f64),
         batch: u64,
         schedule: ScheduleKind,
         reserve: u64,
+        level: Option<u8>,
     ) -> Vec<Pipeline> {
         let m = (self.train.global_batch / batch) as u32;
         let assumed = Assumed {
-            level: None,
+            level,
             hides: true,
             fill: 0,
         };
