@@ -67,17 +67,13 @@ impl Search<'_> {
                 break;
             }
         }
-        // Stable: of equal ones that of the larger microbatch and of the earlier shape.
-        found.sort_by(|a, b| cost(a).total_cmp(&cost(b)));
-        let least = found.first().map_or(0.0, cost);
-        found.retain(|p| cost(p) <= NEAR * least);
-        found.truncate(self.effort.times(SIMULATED));
+        let mut found = self.nearest(found);
         found.extend(self.whole_beside(&found, whole, schedule, reserve));
         found
     }
 
-    /// Of few microbatches the best whose parameters are whole everywhere, if those of `found` may
-    /// be split: the objective charges all of what is reduced at the step's end, assumed to hide or
+    /// Of few microbatches those whose parameters are whole everywhere, if those of `found` may be
+    /// split: the objective charges all of what is reduced at the step's end, assumed to hide or
     /// not, so by it splitting is always better.
     fn whole_beside(
         &self,
@@ -85,15 +81,25 @@ impl Search<'_> {
         whole: usize,
         schedule: ScheduleKind,
         reserve: u64,
-    ) -> Option<Pipeline> {
-        let best = found.first().filter(|p| p.m <= FEW)?;
-        if self.pins.zero.is_some() || self.ends() {
-            return None;
-        }
+    ) -> Vec<Pipeline> {
+        let best = found.first().filter(|p| p.m <= FEW);
+        let Some(best) = best.filter(|_| self.pins.zero.is_none() && !self.ends()) else {
+            return Vec::new();
+        };
         let any = (whole, f64::INFINITY);
         let all = self.hiding_of(any, best.batch, schedule, reserve, Some(0));
+        self.nearest(all)
+    }
+
+    /// Those near the best, as many as are simulated. Of equal ones that of the larger microbatch and
+    /// of the earlier shape comes first, where they were found in this order.
+    fn nearest(&self, mut found: Vec<Pipeline>) -> Vec<Pipeline> {
         let cost = |p: &Pipeline| p.choice.cost.total_s;
-        all.into_iter().min_by(|a, b| cost(a).total_cmp(&cost(b)))
+        found.sort_by(|a, b| cost(a).total_cmp(&cost(b)));
+        let least = found.first().map_or(0.0, cost);
+        found.retain(|p| cost(p) <= NEAR * least);
+        found.truncate(self.effort.times(SIMULATED));
+        found
     }
 
     /// Those of a microbatch size, one for each shape, without those that cost more than `to_beat`;
