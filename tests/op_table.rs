@@ -217,6 +217,8 @@ fn table() -> Vec<Row> {
         row(attention(), "f32[B,3,2,5,4] f32[B,3,2,4] f32[B,3,2,4]", "f32[B,3,2,5,4] f32[B,3,2,5]", (4, 0), Attention(2.0 * 2.0 * 20.0 * 9.0 * 4.0), Of(&[0, 1, 2])),
         // A window of two tokens, and scores below a bound.
         row(bounded(attention()), "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4]", "f32[B,3,2,4] f32[B,3,2]", (3, 0), Attention(2.0 * 2.0 * 4.0 * 9.0 * 4.0), Of(&[0, 1, 2])),
+        // Scores that fall with the distance.
+        row(sloped(attention()), "f32[B,3,2,5,4] f32[B,3,2,4] f32[B,3,2,4]", "f32[B,3,2,5,4] f32[B,3,2,5]", (4, 0), Attention(2.0 * 2.0 * 20.0 * 9.0 * 4.0), Of(&[0, 1, 2])),
         // Values narrower than keys.
         row(attention(), "f32[B,3,2,5,4] f32[B,3,2,4] f32[B,3,2,3]", "f32[B,3,2,5,3] f32[B,3,2,5]", (4, 0), Attention(2.0 * 20.0 * 9.0 * (4.0 + 3.0)), Of(&[0, 1, 2])),
         // In zigzag order: four tokens for two ranks.
@@ -293,6 +295,14 @@ fn attention() -> OpKind {
 fn bounded(mut kind: OpKind) -> OpKind {
     if let OpKind::Attention { bounds, .. } = &mut kind {
         (bounds.window, bounds.cap) = (Some(2), Some(5.0));
+    }
+    kind
+}
+
+/// The same op with scores that fall with the distance.
+fn sloped(mut kind: OpKind) -> OpKind {
+    if let OpKind::Attention { bounds, .. } = &mut kind {
+        bounds.alibi = true;
     }
     kind
 }

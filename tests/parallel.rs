@@ -772,6 +772,41 @@ fn windows_are_those_of_the_single_device() {
     }
 }
 
+/// Scores that fall with the distance, by the slopes of six heads: heads over ranks, evenly and not,
+/// and tokens over ranks in every way, by position and in zigzag order.
+#[test]
+fn slopes_are_those_of_the_single_device() {
+    let case = Case::load("bloom");
+    for (n, pins) in [
+        (2, "data=1 tensor=2 pipeline=1 zero=0 microbatch=4"),
+        (4, "data=1 tensor=4 pipeline=1 zero=0 microbatch=8"),
+        (
+            6,
+            "data=2 tensor=3 pipeline=1 zero=3 microbatch=4 recompute=full",
+        ),
+        (4, "data=2 tensor=1 pipeline=2 zero=1 microbatch=2"),
+        (
+            4,
+            "data=1 context=4 context_attention=ring tensor=1 pipeline=1 microbatch=4",
+        ),
+        (
+            4,
+            "data=1 context=2 context_attention=ring context_order=zigzag tensor=2 pipeline=1 microbatch=4",
+        ),
+        (
+            3,
+            "data=1 context=3 context_attention=ulysses tensor=1 pipeline=1 microbatch=4",
+        ),
+        (
+            2,
+            "data=1 context=2 context_attention=gather context_order=zigzag tensor=1 pipeline=1 microbatch=4",
+        ),
+    ] {
+        check(&case, n, &[pins], false);
+    }
+    check(&case, 4, &[], false);
+}
+
 /// Tokens go to their experts and back by all-to-alls, and a rank keeps its experts alone.
 #[test]
 fn tokens_travel_to_their_experts() {

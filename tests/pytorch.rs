@@ -196,3 +196,7 @@ fn gemma3_with_two_bases_of_the_rotation() {
 fn mistral_beyond_its_window() {
     check(CASES[22]);
 }
+#[test]
+fn bloom_with_scores_that_fall_with_the_distance() {
+    check(CASES[23]);
+}

@@ -301,7 +301,7 @@ fn a_folder_without_a_model_names_those_in_it() {
     let args = ["compile", "models", "--cluster", "cpu-default"];
     place.refuses(&args, &[3]).says(&[
         "models: the folder has no config.json",
-        "config.json (deepseek_v2, deepseek_v3",
+        "config.json (bloom, deepseek_v2, deepseek_v3",
     ]);
     place.write("models/small/config.json", support::CONFIG.as_bytes());
     place.refuses(&args, &[3]).says(&["models/small"]);

@@ -136,7 +136,7 @@ impl ModelShape {
         };
         let last = |tail: &str| in_any(tail).and_then(|l| l.last().copied());
         let gated = in_any("mlp.gate.weight").is_some() || in_any("moe.gate.weight").is_some();
-        // Blocks of OPT, GPT-NeoX and Nemotron are put together otherwise, and Gemma's gains are
+        // Blocks of OPT, GPT-NeoX, Nemotron and BLOOM are put together otherwise, and Gemma's gains are
         // stored less one: no target knows them.
         let adds_one = |op: &&Op| matches!(op.kind, OpKind::Constant { .. });
         let is_centred = first.iter().copied().any(|op| adds_one(&op));
@@ -144,7 +144,8 @@ impl ModelShape {
         let is_latent = first.iter().any(|op| matches!(op.kind, OpKind::Join));
         let is_bounded =
             |op: &&Op| matches!(op.kind, OpKind::Attention { bounds, .. } if !bounds.are_none());
-        // Nor of windows, which some blocks have and others have not.
+        // Nor of windows, which some blocks have and others have not, and of scores that fall with the
+        // distance.
         let is_bounded = blocks
             .iter()
             .any(|ops| ops.iter().copied().any(|op| is_bounded(&op)));
@@ -190,7 +191,7 @@ pub(crate) fn why_unknown(forward: &Graph) -> &'static str {
     let is_bounded =
         |kind: &OpKind| matches!(kind, OpKind::Attention { bounds, .. } if !bounds.are_none());
     if has(&is_bounded) {
-        "some of the model's attention has windows or capped scores, whose flags are not written"
+        "some of the model's attention has windows, capped scores or scores that fall with the distance (ALiBi), whose flags are not written"
     } else if has(&|kind| matches!(kind, OpKind::Join)) {
         "the model's attention is latent, whose flags are not written"
     } else {

@@ -7,7 +7,10 @@ macro_rules! embedded {
 }
 
 /// Names and configurations, in the order of names.
-const MODELS: [(&str, &str); 45] = embedded![
+const MODELS: [(&str, &str); 48] = embedded![
+    "bloom-176b",
+    "bloom-560m",
+    "bloom-7b1",
     "deepseek-v2",
     "deepseek-v2-lite",
     "deepseek-v3",

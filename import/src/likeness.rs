@@ -95,6 +95,9 @@ pub fn config_field(model_type: &str, d: &Difference) -> Option<&'static str> {
     let (gpt2, llama) = row.or(is_layer.then_some(("n_layer", "num_hidden_layers")))?;
     let field = match model_type {
         "gpt2" => gpt2,
+        // Of the names that both have, one is of a size that GPT-2 calls otherwise.
+        "bloom" if gpt2.ends_with("n_embd") => llama,
+        "bloom" => gpt2,
         "wide_resnet" if is_layer => "depths",
         "wide_resnet" => "",
         _ if MODEL_TYPES.contains(&model_type) => llama,

@@ -185,6 +185,51 @@ fn nemotron() -> Value {
     model
 }
 
+fn bloom() -> Value {
+    json!({"model_type": "bloom", "hidden_size": 36, "n_layer": 2, "n_head": 6, "vocab_size": 96, "seq_length": 16})
+}
+
+/// The table with its norm, blocks with biases and an MLP of four times the width, the last norm.
+#[test]
+fn bloom_is_read_under_the_names_of_all_its_versions() {
+    let n = |changes| parse(bloom(), changes).unwrap().n_parameters();
+    let block = 12 * 36 * 36 + 13 * 36;
+    assert_eq!(n(json!({})), 96 * 36 + 2 * 36 + 2 * block + 2 * 36);
+    let untied = n(json!({"tie_word_embeddings": false}));
+    assert_eq!(untied - n(json!({})), 96 * 36);
+    // As the published files spell it, the fields that transformers leaves alone among them.
+    same(
+        bloom(),
+        json!({"hidden_size": "-", "n_embed": 36, "n_layer": "-", "num_hidden_layers": 2, "n_head": "-",
+            "num_attention_heads": 6, "n_inner": null, "layer_norm_epsilon": 1e-5, "initializer_range": 0.02,
+            "attention_softmax_in_fp32": true, "bias_dropout_fusion": true, "masked_softmax_fusion": true,
+            "skip_bias_add": true, "skip_bias_add_qkv": false, "slow_but_exact": false, "offset_alibi": 100,
+            "pretraining_tp": 4, "pad_token_id": 3, "unk_token_id": 0, "hidden_dropout": 0.1, "attention_dropout": 0.0,
+            "apply_residual_connection_post_layernorm": false}),
+    );
+    assert_eq!(
+        parse(bloom(), json!({"n_inner": 144})),
+        parse(bloom(), json!({}))
+    );
+    // Nothing but what it was trained on limits the sequence.
+    let longest = |changes| parse(bloom(), changes).unwrap().max_sequence();
+    assert_eq!(longest(json!({"seq_length": "-"})), 2048);
+    assert_eq!(longest(json!({"seq_length": 4096})), 4096);
+    let slopes = import::model_graph(
+        &parse(bloom(), json!({})).unwrap(),
+        &import::BuildOptions {
+            sequence: 16,
+            dropout: 0.0,
+        },
+    );
+    let slopes = slopes.unwrap();
+    let slopes = slopes.ops().iter().filter_map(|op| match op.kind {
+        ir::OpKind::Attention { bounds, .. } => Some(bounds.alibi),
+        _ => None,
+    });
+    assert_eq!(slopes.collect::<Vec<_>>(), [true, true]);
+}
+
 /// A block: projections with biases or without, two norms with both.
 #[test]
 fn decoders_without_a_gate_are_read() {
@@ -492,6 +537,20 @@ fn decoders_that_are_not_supported_are_refused() {
             gpt_neox(),
             json!({"num_attention_heads": 5}),
             "num_attention_heads",
+        ),
+        (bloom(), json!({"n_inner": 36}), "n_inner"),
+        (bloom(), json!({"n_embed": 32}), "n_embed"),
+        (bloom(), json!({"n_head": 5}), "n_head"),
+        (bloom(), json!({"alibi": false}), "alibi"),
+        (
+            bloom(),
+            json!({"hidden_size": 1_048_576, "n_head": 1}),
+            "hidden_size",
+        ),
+        (
+            bloom(),
+            json!({"apply_residual_connection_post_layernorm": true}),
+            "apply_residual_connection_post_layernorm",
         ),
         (nemotron(), json!({"hidden_act": "silu"}), "hidden_act"),
         (
@@ -808,7 +867,7 @@ fn wrong_values_name_the_field() {
     rejects(
         gpt2(),
         json!({"model_type": "gptj"}),
-        "field `model_type` is \"gptj\"; accepted: \"deepseek_v2\", \"deepseek_v3\", \"gemma\", \"gemma2\", \"gemma3_text\", \"gpt2\", \"gpt_neox\", \"llama\", \"mistral\", \"mixtral\", \"nemotron\", \"opt\", \"phi3\", \"qwen2\", \"qwen2_moe\", \"qwen3\", \"qwen3_moe\" or \"wide_resnet\"; \
+        "field `model_type` is \"gptj\"; accepted: \"bloom\", \"deepseek_v2\", \"deepseek_v3\", \"gemma\", \"gemma2\", \"gemma3_text\", \"gpt2\", \"gpt_neox\", \"llama\", \"mistral\", \"mixtral\", \"nemotron\", \"opt\", \"phi3\", \"qwen2\", \"qwen2_moe\", \"qwen3\", \"qwen3_moe\" or \"wide_resnet\"; \
          the graph of another model can be written in the text form of docs/ir.md",
     );
 }
@@ -889,7 +948,7 @@ fn missing_fields_are_named() {
     rejects(
         gpt2(),
         json!({"model_type": "-"}),
-        "field `model_type` is missing; expected \"deepseek_v2\", \"deepseek_v3\", \"gemma\", \"gemma2\", \"gemma3_text\", \"gpt2\", \"gpt_neox\", \"llama\", \"mistral\", \"mixtral\", \"nemotron\", \"opt\", \"phi3\", \"qwen2\", \"qwen2_moe\", \"qwen3\", \"qwen3_moe\" or \"wide_resnet\"",
+        "field `model_type` is missing; expected \"bloom\", \"deepseek_v2\", \"deepseek_v3\", \"gemma\", \"gemma2\", \"gemma3_text\", \"gpt2\", \"gpt_neox\", \"llama\", \"mistral\", \"mixtral\", \"nemotron\", \"opt\", \"phi3\", \"qwen2\", \"qwen2_moe\", \"qwen3\", \"qwen3_moe\" or \"wide_resnet\"",
     );
 }
 

@@ -77,6 +77,7 @@ fn mutated_configs_never_panic() {
         "opt/config.json",
         "gpt_neox/config.json",
         "nemotron/config.json",
+        "bloom/config.json",
         "deepseek_v2_groups/config.json",
         "deepseek_v3/config.json",
         "phi3/config.json",

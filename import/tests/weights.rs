@@ -8,7 +8,7 @@ use safetensors::tensor::{Dtype, TensorView};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-const CASES: [&str; 23] = [
+const CASES: [&str; 24] = [
     "gpt2_small_tied",
     "gpt2_untied_gelu",
     "llama_tied",
@@ -32,6 +32,7 @@ const CASES: [&str; 23] = [
     "gemma2",
     "gemma3",
     "mistral_window",
+    "bloom",
 ];
 
 /// Dtype, shape and bytes of each tensor.

@@ -27,6 +27,7 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 import transformers
+from transformers import BloomConfig, BloomForCausalLM
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 from transformers import Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 from transformers import GemmaConfig, GemmaForCausalLM
@@ -36,6 +37,7 @@ from transformers import OPTConfig, OPTForCausalLM, Phi3Config, Phi3ForCausalLM
 from transformers import MistralConfig, MistralForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.bloom import modeling_bloom
 from transformers.models.deepseek_v2 import modeling_deepseek_v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.gemma import modeling_gemma
@@ -222,8 +224,18 @@ def nemotron(**changes):
     return NemotronConfig(**{**DENSE, "head_dim": 16, "rope_parameters": PARTIAL_ROPE, **changes})
 
 
+# Six heads, no power of two: their slopes are those of four heads, then two of those of eight.
+def bloom(**changes):
+    base = dict(
+        hidden_size=36, n_layer=2, n_head=6, vocab_size=VOCAB, seq_length=SEQ, hidden_dropout=0.0, attention_dropout=0.0,
+        bos_token_id=0, eos_token_id=0, use_cache=False,
+    )
+    return BloomConfig(**{**base, **changes})
+
+
 # Class of the model and module that its parts are in, by model_type.
 KINDS = {
+    "bloom": (BloomForCausalLM, modeling_bloom),
     "deepseek_v2": (DeepseekV2ForCausalLM, modeling_deepseek_v2),
     "deepseek_v3": (DeepseekV3ForCausalLM, modeling_deepseek_v3),
     "gpt2": (GPT2LMHeadModel, None),
@@ -274,6 +286,7 @@ CASES = {
     "gemma2": (31, gemma2),
     "gemma3": (32, gemma3),
     "mistral_window": (33, lambda: mistral(num_hidden_layers=1, sliding_window=5)),
+    "bloom": (34, bloom),
     "deepseek_v3": (29, lambda: deepseek_v3(rope_parameters={**YARN_ROPE, "mscale": 0.9})),
 }
 SHARDED = "llama_tied"
@@ -416,13 +429,16 @@ def build(config, dtype):
     return model.train()
 
 
+EMBEDDINGS = ("wte", "wpe", "embed_tokens", "embed_in", "embed_positions", "word_embeddings.")
+
+
 def perturb(model, seed):
     """Weights large enough that attention, norms and biases all matter to the loss."""
     gen = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, param in stored_tensors(model):
             noise = torch.randn(param.shape, generator=gen)
-            embedding = any(part in name for part in ("wte", "wpe", "embed_tokens", "embed_in", "embed_positions"))
+            embedding = any(part in name for part in EMBEDDINGS)
             if param.dim() >= 2:
                 param.copy_(noise * (0.4 if embedding else 0.25))
             elif name.endswith("bias"):
@@ -445,7 +461,8 @@ def make_batches(seed):
 
 def train(config, weights, batches, dtype, hyper=HYPER, patch=True, causal=True, **mutations):
     """Losses and gradient norms before each update, gradients of step 0, parameters at the end."""
-    with wide_llama(**mutations) if patch and dtype == torch.float64 else contextlib.nullcontext():
+    wide = patch and dtype == torch.float64
+    with wide_llama(causal=causal, **mutations) if wide else contextlib.nullcontext():
         model = build(config, dtype)
         named = dict(model.named_parameters())
         with torch.no_grad():
@@ -455,6 +472,8 @@ def train(config, weights, batches, dtype, hyper=HYPER, patch=True, causal=True,
         losses, norms, grads = [], [], None
         for tokens in batches:
             mask = None if causal else torch.zeros(BATCH, 1, SEQ, SEQ, dtype=dtype)
+            if config.model_type == "bloom":
+                mask = None  # it counts positions by its mask; `bloom_attention` leaves it out
             # OPT counts positions by its mask unless it is told them.
             told = {"position_ids": torch.arange(SEQ)[None]} if config.model_type == "opt" else {}
             logits = model(input_ids=tokens[:, :-1], attention_mask=mask, **told).logits
@@ -485,7 +504,7 @@ def make_optimizer(named, hyper):
 
 
 @contextlib.contextmanager
-def wide_llama(interleaved=False, tiled_kv=False, plain_gates=None):
+def wide_llama(causal=True, interleaved=False, tiled_kv=False, plain_gates=None, slopes=None):
     """Modules of Llama and its relatives that stay in the input's dtype.
 
     transformers computes their norms, softmaxes and rotary angles in float32 whatever the model's
@@ -559,6 +578,18 @@ def wide_llama(interleaved=False, tiled_kv=False, plain_gates=None):
         out = torch.softmax(scores, dim=-1) @ spread(v)
         return out.transpose(1, 2).contiguous(), None
 
+    def bloom_attention(self, hidden_states, residual, alibi, attention_mask, **_):
+        q, k, v = self.query_key_value(hidden_states).unflatten(-1, (self.num_heads, 3, self.head_dim)).unbind(3)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        of_heads = ops_reference.alibi_slopes(self.num_heads, q.dtype) if slopes is None else slopes(self.num_heads)
+        position = torch.arange(q.shape[2], dtype=q.dtype)
+        distance = position[:, None] - position[None]
+        scores = q @ k.transpose(2, 3) * self.inv_norm_factor - of_heads[:, None, None] * distance
+        if causal:
+            scores = scores.masked_fill(distance < 0, -float("inf"))
+        out = (torch.softmax(scores, dim=-1) @ v).transpose(1, 2).flatten(2)
+        return residual + self.dense(out), None
+
     def route(self, x):
         logits = F.linear(x.reshape(-1, self.hidden_dim), self.weight)
         gates, chosen = torch.topk(torch.softmax(logits, dim=-1), self.top_k, dim=-1)
@@ -570,6 +601,9 @@ def wide_llama(interleaved=False, tiled_kv=False, plain_gates=None):
         if module is None:
             continue
         name = kind.__name__.removesuffix("ForCausalLM")
+        if name == "Bloom":
+            swaps.append((module.BloomAttention, "forward", bloom_attention))
+            continue
         swaps.append((module, "eager_attention_forward", attention))
         if hasattr(module, "apply_rotary_emb"):
             swaps.append((module, "apply_rotary_emb", turn))
@@ -614,6 +648,14 @@ def sensitivity(config, weights, batches, right):
         other = "gelu" if config.activation_function == "gelu_new" else "gelu_new"
         result[f"activation_{other}"] = wrong({"activation_function": other})
         result["norm_eps_1e-6"] = wrong({"layer_norm_epsilon": 1e-6})
+        return result
+    if config.model_type == "bloom":
+        result["norm_eps_1e-6"] = wrong({"layer_norm_epsilon": 1e-6})
+        right_slopes = lambda n: ops_reference.alibi_slopes(n, torch.float64)  # noqa: E731
+        result["no_slopes"] = wrong(slopes=lambda n: torch.zeros(n, dtype=torch.float64))
+        result["slopes_of_eight_heads"] = wrong(slopes=lambda n: right_slopes(8)[:n])
+        result["slopes_in_order"] = wrong(slopes=lambda n: right_slopes(n).sort(descending=True).values)
+        result["slopes_of_half_the_heads"] = wrong(slopes=lambda n: right_slopes(n // 2).repeat(2))
         return result
     if config.model_type == "opt":
         result["activation_gelu"] = wrong({"activation_function": "gelu"})
@@ -686,7 +728,8 @@ def latent_sensitivity(config, weights, batches, right, wrong):
 
 def zero_gradient(config, weights):
     """Slices whose gradient is zero in exact arithmetic, as first and last element of each in turn: the key
-    part of GPT-2's fused bias, OPT's key biases, and of GPT-NeoX's fused bias the keys' elements that do not turn.
+    part of GPT-2's fused bias, OPT's key biases, of BLOOM's fused bias the keys' elements, and of GPT-NeoX's those of
+    them that do not turn.
 
     Biases of keys that are rotated afterwards are not: their scores differ by position.
 
@@ -695,9 +738,9 @@ def zero_gradient(config, weights):
     """
     if config.model_type == "opt":
         return {key: [0, config.hidden_size] for key in weights if key.endswith("k_proj.bias")}
-    if config.model_type == "gpt_neox":
+    if config.model_type in ("gpt_neox", "bloom"):
         dim = config.hidden_size // config.num_attention_heads
-        turned = int(dim * config.rope_parameters["partial_rotary_factor"])
+        turned = 0 if config.model_type == "bloom" else int(dim * config.rope_parameters["partial_rotary_factor"])
         starts = [3 * dim * head + dim for head in range(config.num_attention_heads)]
         still = [end for start in starts for end in (start + turned, start + dim)]
         return {key: still for key in weights if key.endswith("query_key_value.bias")}

@@ -87,6 +87,16 @@ def causal_attention(q, k, v):
     return out, lse.permute(0, 3, 1, 2)
 
 
+def alibi_slopes(heads, dtype=F64):
+    """What a score loses for each position between key and query, by head (Press et al. 2022, as their code has it)."""
+    def of_power(n):
+        start = 2 ** (-(2 ** -(math.log2(n) - 3)))
+        return [start ** (i + 1) for i in range(n)]
+
+    n = 2 ** math.floor(math.log2(heads))
+    return torch.tensor(of_power(n) + of_power(2 * n)[0::2][: heads - n], dtype=dtype)
+
+
 def rms_norm(x, weight, eps):
     return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 

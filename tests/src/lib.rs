@@ -40,7 +40,7 @@ pub struct Case {
 }
 
 /// Names of the reference cases.
-pub const CASES: [&str; 23] = [
+pub const CASES: [&str; 24] = [
     "gpt2_small_tied",
     "gpt2_untied_gelu",
     "llama_tied",
@@ -64,6 +64,7 @@ pub const CASES: [&str; 23] = [
     "gemma2",
     "gemma3",
     "mistral_window",
+    "bloom",
 ];
 
 impl Case {

@@ -1,19 +1,20 @@
 //! Decoders with layer norms and an MLP without a gate: OPT (Zhang et al. 2022), whose positions are
 //! learned; GPT-NeoX (Black et al. 2022), whose attention and MLP read the same residual; Nemotron
-//! (Parmar et al. 2024), whose activation is a squared ReLU.
+//! (Parmar et al. 2024), whose activation is a squared ReLU; BLOOM (BigScience 2022), whose scores fall
+//! with the distance and whose embedding is normalised.
 
 use super::Builder;
 use crate::ImportError;
 use crate::config::{DecoderConfig, Rotation};
 use ir::ValueId;
-use ir::op::{InputKind, OpKind, Unary};
+use ir::op::{Bounds, InputKind, OpKind, Unary};
 
 pub(super) fn build(b: &mut Builder, c: &DecoderConfig) -> Result<(), ImportError> {
     b.start_layer("embed");
     let tokens = b.input("tokens", InputKind::Tokens)?;
     let table = b.param("embed.wte.weight")?;
     let mut x = b.op("embed.wte", OpKind::Embedding, &[table, tokens])?;
-    if c.rotation.is_none() {
+    if c.learns_positions() {
         let positions = b.param("embed.wpe.weight")?;
         let slice = OpKind::Slice {
             dim: 0,
@@ -22,6 +23,9 @@ pub(super) fn build(b: &mut Builder, c: &DecoderConfig) -> Result<(), ImportErro
         };
         let positions = b.op("embed.positions", slice, &[positions])?;
         x = b.add("embed.add", x, positions)?;
+    }
+    if c.family.normalises_embeddings() {
+        x = norm(b, c, "embed.norm", x)?;
     }
     for i in 0..c.layers {
         b.start_layer(format!("h.{i}"));
@@ -96,7 +100,10 @@ fn attention(
         key: String::new(),
         order: ir::op::SequenceOrder::Natural,
         keys: Default::default(),
-        bounds: Default::default(),
+        bounds: Bounds {
+            alibi: c.family.has_slopes(),
+            ..Bounds::default()
+        },
     };
     let y = b.op(format!("{h}.attn.attend"), attend, &[q, k, v])?;
     b.linear(&format!("{h}.attn.out"), out_of, y)

@@ -195,6 +195,7 @@ fn attention(
         bounds: Bounds {
             window: c.window_in(layer, b.options.sequence),
             cap: c.score_cap,
+            alibi: false,
         },
     };
     let y = b.op(format!("{h}.attn.attend"), attend, &[q, k, v])?;

@@ -1,11 +1,11 @@
-//! Fields of `OPTConfig`, `GPTNeoXConfig` and `NemotronConfig`: decoders with layer norms and an MLP
+//! Fields of `OPTConfig`, `GPTNeoXConfig`, `NemotronConfig` and `BloomConfig`: decoders with layer norms and an MLP
 //! without a gate.
 
 use super::document::Fields;
 use super::llama::{Rotations, rope};
 use super::{DEVIATIONS, EPSILONS, HARMLESS_FIELDS, HEADS, LAYERS, POSITIONS};
 use super::{PROBABILITIES, SHARES, VOCAB, WIDTHS};
-use super::{activation, check_common, check_full_attention, init_std};
+use super::{activation, check_common, check_full_attention, init_std, sized};
 use crate::ImportError;
 use ir::op::{RopeScaling, Unary};
 use serde_json::{Value, json};
@@ -19,10 +19,12 @@ pub(crate) enum Plain {
     GptNeox,
     /// Nemotron, with squared ReLU and gains stored less one (Parmar et al. 2024).
     Nemotron,
+    /// BLOOM, whose scores fall with the distance, with a norm behind the embedding (BigScience 2022).
+    Bloom,
 }
 
 impl Plain {
-    const ALL: [Plain; 3] = [Plain::Opt, Plain::GptNeox, Plain::Nemotron];
+    const ALL: [Plain; 4] = [Plain::Opt, Plain::GptNeox, Plain::Nemotron, Plain::Bloom];
 
     /// The `model_type` of its configurations.
     pub(crate) fn name(self) -> &'static str {
@@ -30,6 +32,7 @@ impl Plain {
             Plain::Opt => "opt",
             Plain::GptNeox => "gpt_neox",
             Plain::Nemotron => "nemotron",
+            Plain::Bloom => "bloom",
         }
     }
     pub(super) fn of(name: &str) -> Option<Plain> {
@@ -40,12 +43,20 @@ impl Plain {
     pub(crate) fn position_offset(self) -> u64 {
         match self {
             Plain::Opt => 2,
-            Plain::GptNeox | Plain::Nemotron => 0,
+            Plain::GptNeox | Plain::Nemotron | Plain::Bloom => 0,
         }
     }
     /// Says whether queries, keys and values are one matrix in files, head by head.
     pub(crate) fn is_fused(self) -> bool {
-        self == Plain::GptNeox
+        matches!(self, Plain::GptNeox | Plain::Bloom)
+    }
+    /// Says whether scores fall with the distance (ALiBi), by which tokens know where they stand.
+    pub(crate) fn has_slopes(self) -> bool {
+        self == Plain::Bloom
+    }
+    /// Says whether a norm stands behind the embedding.
+    pub(crate) fn normalises_embeddings(self) -> bool {
+        self == Plain::Bloom
     }
     /// Says whether files hold the gains of norms less one.
     pub(crate) fn has_centred_gains(self) -> bool {
@@ -76,7 +87,8 @@ pub struct DecoderConfig {
     pub(crate) inner: u64,
     pub(crate) vocab: u64,
     pub(crate) positions: u64,
-    /// The rotation of queries and keys; positions are learned where there is none.
+    /// The rotation of queries and keys; where there is none, positions are learned or scores fall with
+    /// the distance.
     pub(crate) rotation: Option<Rotation>,
     pub(crate) activation: Unary,
     /// True when the activation is squared.
@@ -92,6 +104,13 @@ pub struct DecoderConfig {
     pub(crate) init_std: f64,
 }
 
+impl DecoderConfig {
+    /// Says whether positions have a table of their own.
+    pub(crate) fn learns_positions(&self) -> bool {
+        self.rotation.is_none() && !self.family.has_slopes()
+    }
+}
+
 pub(super) fn read(mut f: Fields, family: Plain) -> Result<DecoderConfig, ImportError> {
     check_common(&mut f)?;
     check_full_attention(&mut f)?;
@@ -99,12 +118,13 @@ pub(super) fn read(mut f: Fields, family: Plain) -> Result<DecoderConfig, Import
         Plain::Opt => opt(&mut f)?,
         Plain::GptNeox => gpt_neox(&mut f)?,
         Plain::Nemotron => nemotron(&mut f)?,
+        Plain::Bloom => bloom(&mut f)?,
     };
     f.finish(HARMLESS_FIELDS)?;
     Ok(config)
 }
 
-/// The fields that the three have in common, read by the names that they share.
+/// The fields that all but BLOOM have in common, read by the names that they share.
 struct Sizes {
     hidden: u64,
     layers: u64,
@@ -276,6 +296,79 @@ fn nemotron(f: &mut Fields) -> Result<DecoderConfig, ImportError> {
         attention_bias: f.boolean("attention_bias")?.unwrap_or(false),
         mlp_bias: f.boolean("mlp_bias")?.unwrap_or(false),
         init_std: f.number("initializer_range", DEVIATIONS)?.unwrap_or(0.0134),
+    })
+}
+
+/// Fields of BLOOM's configurations that transformers does not read, or that say how the same numbers
+/// are computed: by which kernels, and in slices for as many ranks as the model was trained on.
+const BLOOM_EXECUTION: [&str; 7] = [
+    "attention_softmax_in_fp32",
+    "bias_dropout_fusion",
+    "masked_softmax_fusion",
+    "skip_bias_add",
+    "skip_bias_add_qkv",
+    "slow_but_exact",
+    "unk_token_id",
+];
+
+fn bloom(f: &mut Fields) -> Result<DecoderConfig, ImportError> {
+    let hidden = sized(f, "hidden_size", "n_embed", WIDTHS)?;
+    let layers = sized(f, "n_layer", "num_hidden_layers", LAYERS)?;
+    let heads = sized(f, "n_head", "num_attention_heads", HEADS)?;
+    let vocab = f.required("vocab_size", VOCAB)?;
+    // Nothing in the model limits the positions: these are the tokens that it was trained on.
+    let positions = f.nullable_integer("seq_length", POSITIONS)?.unwrap_or(2048);
+    if !hidden.is_multiple_of(heads) {
+        let problem = format!("{hidden} is not a multiple of {heads}");
+        return Err(f.contradiction("hidden_size", "n_head", problem));
+    }
+    let inner = 4 * hidden;
+    if !WIDTHS.contains(&inner) {
+        let problem = format!(
+            "{inner}, four times of it, is the width of the MLP; at most {}",
+            WIDTHS.end()
+        );
+        return Err(f.error("hidden_size", problem));
+    }
+    f.only(
+        "n_inner",
+        &[Value::Null, json!(inner)],
+        "the MLP is four times as wide as the layers",
+    )?;
+    f.only(
+        "apply_residual_connection_post_layernorm",
+        &[Value::Bool(false)],
+        "what is added to is what the norms read; no published size has it otherwise",
+    )?;
+    for name in ["hidden_dropout", "attention_dropout"] {
+        f.number(name, PROBABILITIES)?;
+    }
+    // The row of the padding token is trained like every other, in transformers too.
+    f.nullable_integer("pad_token_id", 0..=*VOCAB.end())?;
+    f.nullable_integer("pretraining_tp", 1..=*HEADS.end())?;
+    f.nullable_integer("offset_alibi", 0..=*POSITIONS.end())?;
+    for name in BLOOM_EXECUTION {
+        f.has(name);
+    }
+    Ok(DecoderConfig {
+        family: Plain::Bloom,
+        layers,
+        heads,
+        kv_heads: heads,
+        head_dim: hidden / heads,
+        hidden,
+        inner,
+        vocab,
+        positions,
+        rotation: None,
+        activation: Unary::GeluTanh,
+        is_squared: false,
+        epsilon: f.number("layer_norm_epsilon", EPSILONS)?.unwrap_or(1e-5),
+        tied: f.boolean("tie_word_embeddings")?.unwrap_or(true),
+        is_parallel: false,
+        attention_bias: true,
+        mlp_bias: true,
+        init_std: init_std(f)?,
     })
 }
 

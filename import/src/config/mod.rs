@@ -1,6 +1,6 @@
 //! Hugging Face `config.json` of `model_type` `gpt2`, `llama` and its relatives (`gemma`, `gemma2`, `gemma3_text`, `mistral`, `mixtral`,
-//! `qwen2`, `qwen2_moe`, `qwen3`, `qwen3_moe`), `deepseek_v2` and `deepseek_v3`, and `opt`, `gpt_neox`
-//! and `nemotron`, in the spellings of transformers 4 and 5; and of `wide_resnet`, in fields of ours.
+//! `qwen2`, `qwen2_moe`, `qwen3`, `qwen3_moe`), `deepseek_v2` and `deepseek_v3`, and `opt`, `gpt_neox`,
+//! `nemotron` and `bloom`, in the spellings of transformers 4 and 5; and of `wide_resnet`, in fields of ours.
 //!
 //! A field is read, has one accepted value, is on the list [`HARMLESS_FIELDS`], or is an
 //! error. Absent fields take the defaults of transformers, except those that size the model,
@@ -414,7 +414,7 @@ pub enum ModelConfig {
     Gpt2(Gpt2Config),
     /// `model_type` `llama`, or one of its relatives.
     Llama(LlamaConfig),
-    /// `model_type` `opt`, `gpt_neox` or `nemotron`.
+    /// `model_type` `opt`, `gpt_neox`, `nemotron` or `bloom`.
     Decoder(DecoderConfig),
     /// `model_type` `deepseek_v2` or `deepseek_v3`.
     Latent(LatentConfig),
@@ -423,7 +423,8 @@ pub enum ModelConfig {
 }
 
 /// The accepted values of `model_type`.
-pub const MODEL_TYPES: [&str; 18] = [
+pub const MODEL_TYPES: [&str; 19] = [
+    "bloom",
     "deepseek_v2",
     "deepseek_v3",
     "gemma",

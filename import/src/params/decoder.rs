@@ -7,6 +7,7 @@ use ir::op::Init;
 /// Names in files: of a block's parts, of what stands around the blocks.
 struct Names {
     prefix: &'static str,
+    layers: &'static str,
     embedding: &'static str,
     norm_1: &'static str,
     norm_2: &'static str,
@@ -21,6 +22,7 @@ fn names(family: Plain) -> Names {
     match family {
         Plain::Opt => Names {
             prefix: "model.decoder.",
+            layers: "layers",
             embedding: "embed_tokens",
             norm_1: "self_attn_layer_norm",
             norm_2: "final_layer_norm",
@@ -32,6 +34,7 @@ fn names(family: Plain) -> Names {
         },
         Plain::GptNeox => Names {
             prefix: "gpt_neox.",
+            layers: "layers",
             embedding: "embed_in",
             norm_1: "input_layernorm",
             norm_2: "post_attention_layernorm",
@@ -43,6 +46,7 @@ fn names(family: Plain) -> Names {
         },
         Plain::Nemotron => Names {
             prefix: "model.",
+            layers: "layers",
             embedding: "embed_tokens",
             norm_1: "input_layernorm",
             norm_2: "post_attention_layernorm",
@@ -51,6 +55,18 @@ fn names(family: Plain) -> Names {
             up: "mlp.up_proj",
             down: "mlp.down_proj",
             last_norm: "norm",
+        },
+        Plain::Bloom => Names {
+            prefix: "transformer.",
+            layers: "h",
+            embedding: "word_embeddings",
+            norm_1: "input_layernorm",
+            norm_2: "post_attention_layernorm",
+            attention: "self_attention",
+            out: "dense",
+            up: "mlp.dense_h_to_4h",
+            down: "mlp.dense_4h_to_h",
+            last_norm: "ln_f",
         },
     }
 }
@@ -70,14 +86,20 @@ pub(super) fn decoder(c: &DecoderConfig) -> Vec<Param> {
     let table = [c.vocab, h];
     let name = format!("{}.weight", n.embedding);
     t.add("embed.wte.weight", &table, &name, &table, normal);
-    if c.rotation.is_none() {
+    if c.learns_positions() {
         let table = [c.positions + c.family.position_offset(), h];
         let name = "embed_positions.weight";
         t.add("embed.wpe.weight", &table, name, &table, normal);
     }
+    if c.family.normalises_embeddings() {
+        let theirs = format!("{}_layernorm", n.embedding);
+        t.layer_norm(("embed.norm".into(), theirs), h);
+    }
     for i in 0..c.layers {
-        let at =
-            |ours: &str, theirs: &str| (format!("h.{i}.{ours}"), format!("layers.{i}.{theirs}"));
+        let at = |ours: &str, theirs: &str| {
+            let theirs = format!("{}.{i}.{theirs}", n.layers);
+            (format!("h.{i}.{ours}"), theirs)
+        };
         let of_attention =
             |ours: &str, theirs: &str| at(ours, &format!("{}.{theirs}", n.attention));
         t.layer_norm(at("norm_1", n.norm_1), h);

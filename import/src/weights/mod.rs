@@ -241,6 +241,7 @@ fn bare<'a>(config: &ModelConfig, name: &'a str) -> &'a str {
             Plain::Opt => "model.decoder.",
             Plain::GptNeox => "gpt_neox.",
             Plain::Nemotron => "model.",
+            Plain::Bloom => "transformer.",
         },
         ModelConfig::Latent(_) => "model.",
         ModelConfig::WideResnet(_) => "",

@@ -231,7 +231,7 @@ impl Operands<'_> {
             "the keys of a ring are for instructions of a program".into()
         })
     }
-    fn bounds(&self, Bounds { window, cap }: Bounds) -> Result<(), OpError> {
+    fn bounds(&self, Bounds { window, cap, .. }: Bounds) -> Result<(), OpError> {
         self.ensure(window != Some(0), || "a window of no tokens".into())?;
         let fits = cap.is_none_or(|c| c.is_finite() && c > 0.0);
         self.ensure(fits, || format!("cap {cap:?} is not positive"))

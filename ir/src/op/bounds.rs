@@ -1,4 +1,5 @@
-//! Which scores of an attention there are beside the causal ones, and how large they may be.
+//! Which scores of an attention there are beside the causal ones, how large they may be, and what is
+//! taken off them with the distance.
 
 use serde::{Deserialize, Serialize};
 
@@ -11,10 +12,28 @@ pub struct Bounds {
     /// A score `s`, scaled, becomes `cap * tanh(s / cap)` (Gemma 2, Gemma team 2024).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cap: Option<f64>,
+    /// Whether a score is lower the further its key stands before the query, by the slope of the head
+    /// for each token ([`alibi_slope`]; ALiBi, Press et al. 2022). Taken off behind scale and cap.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub alibi: bool,
+}
+
+/// The slope of a head of `heads`, both counted over the whole model, not over a shard: with a power
+/// of two `n` of them, `2^(-8 (head + 1) / n)`. Of another number of heads the first `n` have the
+/// slopes of the largest power of two below, and those behind them every other slope of `2 n` heads,
+/// from the first on (Press et al. 2022; BLOOM).
+pub fn alibi_slope(head: u64, heads: u64) -> f64 {
+    // The largest power of two that is no larger.
+    let n = 1u64 << heads.max(1).ilog2();
+    let exponent = match head < n {
+        true => 8.0 * (head + 1) as f64 / n as f64,
+        false => 4.0 * (2 * (head - n) + 1) as f64 / n as f64,
+    };
+    (-exponent).exp2()
 }
 
 impl Bounds {
-    /// Whether every key that is no later than a query has a score, of any size.
+    /// Whether every key that is no later than a query has a score, of any size, wherever it stands.
     pub fn are_none(&self) -> bool {
         *self == Bounds::default()
     }
@@ -54,7 +73,10 @@ mod tests {
     #[test]
     fn the_share_of_scores_is_what_queries_see() {
         let share = |window, queries: u64, keys: u64| {
-            let bounds = Bounds { window, cap: None };
+            let bounds = Bounds {
+                window,
+                ..Bounds::default()
+            };
             // By the sum over the queries, for which many tokens make up.
             let w = window.unwrap_or(keys);
             let seen = (keys - queries..keys).map(|p| (p + 1).min(w));
@@ -74,10 +96,37 @@ mod tests {
 
     #[test]
     fn the_counted_share_is_that_of_the_window() {
-        let of = |window| Bounds { window, cap: None }.counted_share(1000);
+        let of = |window| {
+            let bounds = Bounds {
+                window,
+                ..Bounds::default()
+            };
+            bounds.counted_share(1000)
+        };
         assert_eq!(
             [of(None), of(Some(4000)), of(Some(1000)), of(Some(250))],
             [1.0, 1.0, 1.0, 0.25]
         );
+    }
+
+    #[test]
+    fn slopes_of_other_heads_stand_between_those_of_a_power_of_two() {
+        let of = |heads: u64| (0..heads).map(move |h| alibi_slope(h, heads));
+        let powers = |exponents: &[f64]| exponents.iter().map(|e| (-e).exp2()).collect::<Vec<_>>();
+        assert_eq!(
+            of(8).collect::<Vec<_>>(),
+            powers(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
+        );
+        assert_eq!(of(2).collect::<Vec<_>>(), powers(&[4.0, 8.0]));
+        // Those of four heads, then the first and the third of eight.
+        assert_eq!(
+            of(6).collect::<Vec<_>>(),
+            powers(&[2.0, 4.0, 6.0, 8.0, 1.0, 3.0])
+        );
+        // BLOOM's 112 heads: 64, then 48 of 128.
+        let last: f64 = 8.0 * 95.0 / 128.0;
+        assert_eq!(alibi_slope(111, 112), (-last).exp2());
+        assert_eq!(alibi_slope(0, 1), (-8f64).exp2());
+        assert_eq!(alibi_slope(3, 0), alibi_slope(3, 1));
     }
 }

@@ -30,7 +30,7 @@ mod source;
 mod update;
 mod work;
 
-pub use bounds::Bounds;
+pub use bounds::{Bounds, alibi_slope};
 pub use einsum::Einsum;
 pub(crate) use family::Family;
 pub use keys::Keys;

@@ -255,10 +255,11 @@ impl Builder {
             },
             false => SequenceOrder::Natural,
         };
-        // Some queries look back over three tokens, some scores are bounded.
+        // Some queries look back over three tokens, some scores are bounded, some fall with the distance.
         let bounds = Bounds {
             window: (d == 2).then_some(3),
             cap: (d == 2 && grouped).then_some(2.0),
+            alibi: kv == 3,
         };
         let o = self.op(
             OpKind::Attention {

@@ -6,6 +6,7 @@
 //!   s_ij = scale * <q_i, k_j>                 for k_offset + j <= q_offset + i and j < valid_k,
 //!                                             within the window: q_offset + i - (k_offset + j) < window
 //!   s_ij = cap * tanh(s_ij / cap)             where there is a cap
+//!   s_ij = s_ij - slope * (q_offset + i - (k_offset + j))   where heads have slopes (ALiBi)
 //!   lse_i = ln sum_j exp(s_ij)                -inf when no key is visible
 //!   o_i = sum_j drop_ij exp(s_ij - lse_i) v_j       0 when no key is visible
 //! ```
@@ -95,6 +96,11 @@ impl AttentionDims {
         before.saturating_sub(self.k_offset).min(self.valid_k)
     }
 
+    /// The positions from key `j` to query row `i`, which sees it.
+    fn distance(&self, i: usize, j: usize) -> f32 {
+        ((self.q_offset + i).saturating_sub(self.k_offset + j)) as f32
+    }
+
     /// The keys that query row `i` sees.
     fn visible(&self, i: usize) -> std::ops::Range<usize> {
         let end = self.end(i);
@@ -124,6 +130,9 @@ pub struct Attention<'a> {
     pub scale: f32,
     /// The bound that scores stay below, where there is such a bound.
     pub cap: Option<f32>,
+    /// The loss of a score for each position between key and query, by head, `[K, G]`, where heads
+    /// have slopes.
+    pub slopes: Option<&'a [f32]>,
     /// Factor of each probability; the same in both passes.
     pub dropout: Option<&'a Dropout<'a>>,
 }
@@ -286,7 +295,9 @@ impl Head {
                 let seen = self.dims.visible(first + r);
                 row[..seen.start].fill(0.0);
                 row[seen.end..].fill(0.0);
-                let sum = soften(&mut row[seen], attention.scale, attention.cap);
+                scale(&mut row[seen.clone()], attention.scale, attention.cap);
+                self.tilt(attention, block, first + r, &mut row[seen.clone()]);
+                let sum = soften(&mut row[seen]);
                 self.drop(attention, block, r, row);
                 lse[(first + r) * groups + g] = sum.lse;
                 inverse_sums[r] = sum.inverse;
@@ -408,20 +419,26 @@ impl Head {
         let first = seen.start;
         let (p, ds) = (&mut p[seen.clone()], &mut ds[seen]);
         if let Some(cap) = attention.cap {
+            let slope = self.slope(attention, block.g);
             for (j, (p, ds)) in p.iter_mut().zip(ds).enumerate() {
                 let drop = match attention.dropout {
                     Some(dropout) => dropout(self.b, self.kv, block.g, i, first + j),
                     None => 1.0,
                 };
                 let t = (*p * scale / cap).tanh();
-                *p = (cap * t - lse).exp();
+                let bias = slope * self.dims.distance(i, first + j);
+                *p = (cap * t - bias - lse).exp();
                 *ds = *p * (drop * *ds - delta) * scale * (1.0 - t * t);
                 *p *= drop;
             }
             return;
         }
-        for p in p.iter_mut() {
-            *p = (*p * scale - lse).exp();
+        if attention.slopes.is_none() {
+            p.iter_mut().for_each(|p| *p = (*p * scale - lse).exp());
+        } else {
+            p.iter_mut().for_each(|p| *p *= scale);
+            self.tilt(attention, block, i, p);
+            p.iter_mut().for_each(|p| *p = (*p - lse).exp());
         }
         // Apart, so that the common loops without dropout vectorise.
         let Some(dropout) = attention.dropout else {
@@ -434,6 +451,23 @@ impl Head {
             let drop = dropout(self.b, self.kv, block.g, i, first + j);
             *ds = *p * (drop * *ds - delta) * scale;
             *p *= drop;
+        }
+    }
+
+    /// The loss of a score of a group's head for each position.
+    fn slope(&self, attention: &Attention<'_>, g: usize) -> f32 {
+        let head = self.kv * self.dims.groups + g;
+        attention.slopes.map_or(0.0, |slopes| slopes[head])
+    }
+
+    /// Takes off the scores of query row `i`, of the keys that it sees, what the distance costs.
+    fn tilt(&self, attention: &Attention<'_>, block: Block, i: usize, scores: &mut [f32]) {
+        if attention.slopes.is_none() {
+            return;
+        }
+        let (slope, first) = (self.slope(attention, block.g), self.dims.visible(i).start);
+        for (j, score) in scores.iter_mut().enumerate() {
+            *score -= slope * self.dims.distance(i, first + j);
         }
     }
 
@@ -560,6 +594,11 @@ impl Attention<'_> {
         assert_eq!(self.k.len(), dims.k_elements(), "elements of k");
         assert_eq!(self.v.len(), dims.v_elements(), "elements of v");
         assert!(dims.valid_k <= dims.k_len, "valid_k within the keys");
+        let heads = dims.kv_heads * dims.groups;
+        assert!(
+            self.slopes.is_none_or(|s| s.len() == heads),
+            "a slope for each head"
+        );
         assert!(
             dims.head_dim > 0 && dims.value_dim > 0,
             "a head has elements"
@@ -574,14 +613,18 @@ struct Sum {
     inverse: f32,
 }
 
-/// Turns raw scores into `exp(s - max)`, scaled and bounded first; of no scores the sum is 0 and its inverse taken
-/// as 0. The exponential is the library's in `f32`: measured, twice as fast as `special::exp`,
-/// whose equal bits on all machines the products give away anyhow.
-fn soften(row: &mut [f32], scale: f32, cap: Option<f32>) -> Sum {
+/// Scales raw scores and bounds them.
+fn scale(row: &mut [f32], scale: f32, cap: Option<f32>) {
     match cap {
         None => row.iter_mut().for_each(|s| *s *= scale),
         Some(cap) => (row.iter_mut()).for_each(|s| *s = cap * (*s * scale / cap).tanh()),
     }
+}
+
+/// Turns scores into `exp(s - max)`; of no scores the sum is 0 and its inverse taken as 0. The
+/// exponential is the library's in `f32`: measured, twice as fast as `special::exp`,
+/// whose equal bits on all machines the products give away anyhow.
+fn soften(row: &mut [f32]) -> Sum {
     let max = maximum(row);
     row.iter_mut().for_each(|s| *s = (*s - max).exp());
     let total = sum(row);

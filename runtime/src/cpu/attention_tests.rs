@@ -11,6 +11,8 @@ struct Case {
     k: Vec<f32>,
     v: Vec<f32>,
     d_o: Vec<f32>,
+    /// The loss of scores with the distance, by head; none where it is empty.
+    slopes: Vec<f32>,
 }
 
 /// Everything that both passes give.
@@ -67,7 +69,15 @@ impl Case {
             k: numbers(1, dims.k_elements()),
             v: numbers(2, dims.v_elements()),
             d_o: numbers(3, dims.o_elements()),
+            slopes: Vec::new(),
         }
+    }
+
+    /// The same with another slope for each head.
+    fn sloped(mut self) -> Self {
+        let heads = self.dims.kv_heads * self.dims.groups;
+        self.slopes = (1..=heads).map(|h| 0.8 / h as f32).collect();
+        self
     }
 
     fn attention<'a>(&'a self, scale: f32, dropout: Option<&'a Dropout<'a>>) -> Attention<'a> {
@@ -78,6 +88,7 @@ impl Case {
             dims: self.dims,
             scale,
             cap: cap_of(self.dims),
+            slopes: (!self.slopes.is_empty()).then_some(&self.slopes),
             dropout,
         }
     }
@@ -122,6 +133,12 @@ impl Case {
             k: kv(&self.k),
             v: kv(&self.v),
             d_o: q(&self.d_o),
+            slopes: (self.slopes.chunks(d.groups))
+                .skip(k.start)
+                .take(k.len())
+                .flatten()
+                .copied()
+                .collect(),
         }
     }
 }
@@ -153,9 +170,8 @@ fn coin(b: usize, k: usize, g: usize, i: usize, j: usize) -> f32 {
 /// Output and log-sum-exp by the definition, in `f64`.
 fn naive(
     dims: AttentionDims,
-    q: &[f64],
-    k: &[f64],
-    v: &[f64],
+    [q, k, v]: [&[f64]; 3],
+    slopes: &[f32],
     scale: f64,
     drop: bool,
 ) -> (Vec<f64>, Vec<f64>) {
@@ -186,7 +202,9 @@ fn naive(
                         let pairs = pairs.take(head_dim);
                         let score = scale * pairs.map(|(a, b)| a * b).sum::<f64>();
                         let cap = cap_of(dims).map(f64::from);
-                        cap.map_or(score, |c| c * (score / c).tanh())
+                        let score = cap.map_or(score, |c| c * (score / c).tanh());
+                        let slope = slopes.get(kv * groups + g).copied().unwrap_or(0.0);
+                        score - f64::from(slope) * (dims.q_offset + i - j) as f64
                     };
                     let sum: f64 = keys.clone().map(|j| score(j).exp()).sum();
                     lse.push(sum.ln());
@@ -230,6 +248,12 @@ fn shapes() -> Vec<AttentionDims> {
     ]
 }
 
+/// Each of them as it is, and with slopes.
+fn both() -> impl Iterator<Item = (AttentionDims, bool)> {
+    let all = shapes().into_iter();
+    all.flat_map(|dims| [(dims, false), (dims, true)])
+}
+
 #[test]
 fn equals_the_reference() {
     for entry in reference("causal_attention") {
@@ -241,6 +265,7 @@ fn equals_the_reference() {
             k: elements(&entry["inputs"]["k"]),
             v: elements(&entry["inputs"]["v"]),
             d_o: elements(&entry["upstream"]["out"]),
+            slopes: Vec::new(),
         };
         let results = case.run(entry["attrs"]["scale"].as_f64().unwrap() as f32, None, 1);
         // Scores reach 10 in `multi_query_sharp`, so their rounding moves probabilities by 1e-6.
@@ -257,15 +282,15 @@ fn equals_the_reference() {
 
 #[test]
 fn forward_equals_the_definition() {
-    for (seed, dims) in shapes().into_iter().enumerate() {
+    for (seed, (dims, slopes)) in both().enumerate() {
         let case = Case::random(seed as u64, dims);
+        let case = if slopes { case.sloped() } else { case };
         for drop in [false, true] {
             let results = case.run(1.3, drop.then_some(&coin as &Dropout<'_>), 1);
             let (o, lse) = naive(
                 dims,
-                &wide(&case.q),
-                &wide(&case.k),
-                &wide(&case.v),
+                [&wide(&case.q), &wide(&case.k), &wide(&case.v)],
+                &case.slopes,
                 f64::from(1.3f32),
                 drop,
             );
@@ -278,14 +303,15 @@ fn forward_equals_the_definition() {
 /// Central differences of `<o, d_o>` in `f64`, for some elements of each input.
 #[test]
 fn backward_equals_finite_differences() {
-    for (seed, dims) in shapes().into_iter().enumerate() {
+    for (seed, (dims, slopes)) in both().enumerate() {
         let case = Case::random(40 + seed as u64, dims);
+        let case = if slopes { case.sloped() } else { case };
         for drop in [false, true] {
             let results = case.run(0.7, drop.then_some(&coin as &Dropout<'_>), 1);
             let inputs = [wide(&case.q), wide(&case.k), wide(&case.v)];
             let loss = |inputs: &[Vec<f64>; 3]| -> f64 {
                 let [q, k, v] = inputs;
-                let (o, _) = naive(dims, q, k, v, f64::from(0.7f32), drop);
+                let (o, _) = naive(dims, [q, k, v], &case.slopes, f64::from(0.7f32), drop);
                 o.iter()
                     .zip(&case.d_o)
                     .map(|(o, d)| o * f64::from(*d))
@@ -322,7 +348,7 @@ fn shards_of_batch_and_heads_equal_the_whole_bit_for_bit() {
         with_values(dims([2, 70, 70, 3, 2, 12], 0, 70), 7),
         windowed(dims([2, 70, 70, 3, 2, 12], 0, 70), 9),
     ] {
-        let case = Case::random(5, d);
+        let case = Case::random(5, d).sloped();
         let whole = case.run(0.4, None, 1);
         for (b, k) in [
             (0..1, 0..3),
@@ -361,7 +387,7 @@ fn query_rows_alone_equal_the_whole_bit_for_bit() {
 }
 
 fn rows_equal_the_whole(d: AttentionDims) {
-    let case = Case::random(6, d);
+    let case = Case::random(6, d).sloped();
     let whole = case.run(2.0, None, 1);
     for rows in [0..1, 3..70, 100..101, 200..333, 250..560, 559..560] {
         let ranges = [0..2, rows, 0..2];
@@ -463,7 +489,7 @@ fn parts_of_the_keys_merge_to_the_whole() {
 fn parts_merge(d: AttentionDims) {
     let (cut, scale) = (5, 0.7);
     let doubled = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
-    let whole = Case::random(11, d);
+    let whole = Case::random(11, d).sloped();
     let all = whole.run(scale, None, 1);
     let half = |keys: std::ops::Range<usize>| {
         let d = whole.dims;
@@ -480,6 +506,7 @@ fn parts_merge(d: AttentionDims) {
             k: kv(&whole.k),
             v: kv(&whole.v),
             d_o: whole.d_o.clone(),
+            slopes: whole.slopes.clone(),
         }
     };
     let halves = [half(0..cut), half(cut..12)];

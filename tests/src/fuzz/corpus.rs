@@ -55,6 +55,7 @@ pub(super) fn configs() -> Vec<Vec<u8>> {
         "opt/config.json",
         "gpt_neox/config.json",
         "nemotron/config.json",
+        "bloom/config.json",
         "deepseek_v2_groups/config.json",
         "deepseek_v3/config.json",
         "phi3/config.json",

@@ -9,7 +9,7 @@
 use super::Call;
 use crate::cpu::attention::{self, AttentionDims, Gradients, Upstream};
 use crate::rng::{self, Key};
-use ir::op::{Bounds, Run, SequenceOrder};
+use ir::op::{Bounds, Run, SequenceOrder, alibi_slope};
 use std::borrow::Cow;
 
 /// The arguments of both passes.
@@ -113,6 +113,8 @@ pub(super) struct Parts<'a> {
     /// First stored query.
     first: u64,
     mask: Option<Mask>,
+    /// The loss of scores with the distance, for each of this rank's heads.
+    slopes: Option<Vec<f32>>,
 }
 
 impl<'a> Parts<'a> {
@@ -150,6 +152,16 @@ impl<'a> Parts<'a> {
                 n_keys,
             ],
         };
+        // By the head's place among all heads, of which a rank may have some.
+        let slopes = attend.bounds.alibi.then(|| {
+            let ([_, first_kv, first_group], [_, heads, groups, _]) = (mask.first, mask.lens);
+            let (kvs, own) = (dims.kv_heads as u64, dims.groups as u64);
+            let of_kv = |kv| (first_group..first_group + own).map(move |g| kv * groups + g);
+            (first_kv..first_kv + kvs)
+                .flat_map(of_kv)
+                .map(|head| alibi_slope(head, heads * groups) as f32)
+                .collect()
+        });
         let mut parts = Parts {
             q: call.x(0),
             k: call.x(1),
@@ -160,6 +172,7 @@ impl<'a> Parts<'a> {
             keys: order.runs(0, n_keys, n_keys),
             first: ql[1].start,
             mask: (call.cx.training && attend.dropout > 0.0).then_some(mask),
+            slopes,
         };
         if !is_natural && call.op.keys().are_all() {
             let by_position = |stored: &[f32]| {
@@ -200,6 +213,7 @@ impl<'a> Parts<'a> {
             dims,
             scale: self.attend.scale as f32,
             cap: self.attend.bounds.cap.map(|c| c as f32),
+            slopes: self.slopes.as_deref(),
             dropout: self
                 .mask
                 .as_ref()

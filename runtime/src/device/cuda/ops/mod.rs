@@ -205,7 +205,7 @@ fn chunks(order: SequenceOrder, len: u64) -> [i64; 2] {
 
 /// Whether there are kernels for an op; sources need none.
 pub(super) fn has_kernel(kind: &OpKind) -> bool {
-    // Windows and caps of scores are those of CPU ranks.
+    // Windows, caps and slopes of scores are those of CPU ranks.
     if let OpKind::Attention { bounds, .. } | OpKind::AttentionGrad { bounds, .. } = kind {
         return bounds.are_none();
     }
