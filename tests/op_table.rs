@@ -124,8 +124,11 @@ fn variant(kind: &OpKind) -> (usize, usize) {
         OpKind::GroupNormGradWeight => 50,
         OpKind::ScaleRows => 51,
         OpKind::Join => 52,
+        OpKind::ClampedSwiglu { .. } => 53,
+        OpKind::ClampedSwigluGrad { .. } => 54,
+        OpKind::ExpertBias => 55,
     };
-    (i, 53)
+    (i, 56)
 }
 
 fn unary(f: Unary) -> OpKind {
@@ -184,6 +187,9 @@ fn table() -> Vec<Row> {
         row(unary(Unary::Square), "f32[B,3]", "f32[B,3]", (2, 0), Vector, Of(&[0])),
         row(unary(Unary::Sigmoid), "f32[B,3]", "f32[B,3]", (2, 0), Vector, Of(&[0])),
         row(OpKind::ScaleRows, "f32[B,3,4] f32[B,3]", "f32[B,3,4]", (3, 2), Vector, Of(&[0, 1])),
+        row(OpKind::ScaleRows, "bf16[B,3,4] f32[B,3]", "bf16[B,3,4]", (3, 2), Vector, Of(&[0, 1])),
+        row(OpKind::ClampedSwiglu { alpha: 1.7, limit: 0.5 }, "f32[B,3] f32[B,3]", "f32[B,3]", (2, 0), Vector, Of(&[0, 1])),
+        row(OpKind::ClampedSwigluGrad { alpha: 1.7, limit: 0.5 }, "f32[B,3] f32[B,3] f32[B,3]", "f32[B,3] f32[B,3]", (2, 1), Vector, Later),
         row(binary(Binary::Add), "f32[B,3] f32[3]", "f32[B,3]", (2, 1), Vector, Of(&[0, 1])),
         row(binary(Binary::Sub), "f32[B,3] f32[B,3]", "f32[B,3]", (2, 1), Vector, Of(&[0, 1])),
         row(binary(Binary::Mul), "f32[B,3] f32[3]", "f32[B,3]", (2, 2), Vector, Of(&[0, 1])),
@@ -227,6 +233,8 @@ fn table() -> Vec<Row> {
         row(zigzag(OpKind::Rotary { theta: 1e4, scaling: RopeScaling::None, inverse: false, part: None, order: SequenceOrder::Natural }), "f32[B,4,2,4]", "f32[B,4,2,4]", (3, 1), Vector, Of(&[0])),
         row(OpKind::AttentionGrad { scale: 0.5, dropout: 0.0, key: "h.0.attn".into(), order: SequenceOrder::Natural, keys: Default::default(), bounds: Default::default() }, "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2] f32[B,3,2,4]", "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4]", (3, 1), Attention(4.0 * 2.0 * 4.0 * 9.0 * 4.0), Later),
         row(OpKind::AttentionGrad { scale: 0.5, dropout: 0.0, key: "h.0.attn".into(), order: SequenceOrder::Natural, keys: Default::default(), bounds: Default::default() }, "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,3] f32[B,3,2,3] f32[B,3,2] f32[B,3,2,3]", "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,3]", (3, 1), Attention(2.0 * 2.0 * 4.0 * 9.0 * (4.0 + 3.0)), Later),
+        // The loss depends on the log-sum-exp too.
+        row(OpKind::AttentionGrad { scale: 0.5, dropout: 0.0, key: "h.0.attn".into(), order: SequenceOrder::Natural, keys: Default::default(), bounds: Default::default() }, "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2] f32[B,3,2,4] f32[B,3,2]", "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4]", (3, 1), Attention(4.0 * 2.0 * 4.0 * 9.0 * 4.0), Later),
     ]);
     rows.extend(norms());
     rows.extend(experts());
@@ -253,6 +261,7 @@ fn experts() -> Vec<Row> {
         row(dispatch, "f32[B,3,5] i32[B,3,2] f32[B,3,2]", "f32[4,B,2,5]", (4, 2), Vector, Of(&[0, 2])),
         row(OpKind::Combine, "f32[4,B,2,5] i32[B,3,2]", "f32[B,3,5]", (4, 1), Vector, Of(&[0])),
         row(OpKind::Combine, "f32[4,B,2,5] i32[B,3,2] f32[B,3,2]", "f32[B,3,5]", (4, 2), Vector, Of(&[0, 2])),
+        row(OpKind::ExpertBias, "f32[4,B,2,5] f32[4,5]", "f32[4,B,2,5]", (4, 1), Vector, Of(&[0, 1])),
         row(OpKind::GateGrad, "f32[4,B,2,5] f32[B,3,5] i32[B,3,2]", "f32[B,3,2]", (4, 2), Vector, Later),
     ]
 }

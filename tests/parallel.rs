@@ -807,6 +807,47 @@ fn slopes_are_those_of_the_single_device() {
     check(&case, 4, &[], false);
 }
 
+/// Sinks, each in the row of its head once, whatever ranks split: heads, tokens in every way, samples,
+/// experts with biases, stages.
+#[test]
+fn sinks_are_those_of_the_single_device() {
+    let case = Case::load("gpt_oss");
+    for (n, pins) in [
+        (2, "data=1 expert=1 tensor=2 pipeline=1 zero=0 microbatch=4"),
+        (4, "data=1 expert=1 tensor=4 pipeline=1 zero=0 microbatch=8"),
+        (4, "data=2 expert=2 tensor=2 pipeline=1 zero=1 microbatch=4"),
+        (
+            4,
+            "data=4 expert=4 tensor=1 pipeline=1 zero=3 microbatch=8 recompute=full",
+        ),
+        (4, "data=2 expert=2 tensor=1 pipeline=2 zero=0 microbatch=2"),
+        (
+            2,
+            "data=1 context=2 context_attention=ring tensor=1 pipeline=1 microbatch=4 recompute=selective",
+        ),
+        (
+            2,
+            "data=1 context=2 context_attention=ulysses tensor=1 pipeline=1 microbatch=4",
+        ),
+        (
+            2,
+            "data=1 context=2 context_attention=gather tensor=1 pipeline=1 microbatch=4",
+        ),
+    ] {
+        check(&case, n, &[pins], false);
+    }
+    check(&case, 4, &[], false);
+    // In half precision what sinks leave has the type of the layer, not that of their f32 shares.
+    let mut half = case.train.clone();
+    half.precision = ir::Precision::Bf16;
+    let training = ir::training::training_graph(&case.forward, &half).expect("it builds");
+    let graph = &training.graph;
+    for path in ["h.0.attn.sink", "h.0.attn.out", "h.0.moe.gate.add_bias"] {
+        let op = graph.op(graph.find(path).expect("the op is there"));
+        assert_eq!(graph.ty(op.outputs[0]).dtype, ir::DType::Bf16, "{path}");
+    }
+}
+
 /// Tokens go to their experts and back by all-to-alls, and a rank keeps its experts alone.
 #[test]
 fn tokens_travel_to_their_experts() {

@@ -200,3 +200,7 @@ fn mistral_beyond_its_window() {
 fn bloom_with_scores_that_fall_with_the_distance() {
     check(CASES[23]);
 }
+#[test]
+fn gpt_oss_with_sinks_windows_and_clamped_experts() {
+    check(CASES[24]);
+}

@@ -121,6 +121,9 @@ pub fn is_elementwise(kind: &OpKind) -> bool {
         OpKind::Unary { .. }
             | OpKind::Binary { .. }
             | OpKind::ScaleRows
+            | OpKind::ClampedSwiglu { .. }
+            | OpKind::ClampedSwigluGrad { .. }
+            | OpKind::ExpertBias
             | OpKind::Dropout { .. }
             | OpKind::Rotary { .. }
             | OpKind::Cast { .. }

@@ -149,7 +149,12 @@ impl ModelShape {
         let is_bounded = blocks
             .iter()
             .any(|ops| ops.iter().copied().any(|op| is_bounded(&op)));
-        if is_centred || is_latent || is_bounded || (!gated && in_any("mlp.up.weight").is_some()) {
+        if is_centred
+            || is_latent
+            || is_bounded
+            || is_sunk(forward)
+            || (!gated && in_any("mlp.up.weight").is_some())
+        {
             return None;
         }
         let rotary = first.iter().find_map(|op| match op.kind {
@@ -185,6 +190,19 @@ impl ModelShape {
     }
 }
 
+/// Whether something reads the log-sum-exp of an attention, as sinks do.
+fn is_sunk(forward: &Graph) -> bool {
+    let attends = |op: &&Op| matches!(op.kind, OpKind::Attention { .. });
+    let sums: Vec<_> = forward
+        .ops()
+        .iter()
+        .filter(attends)
+        .map(|op| op.outputs[1])
+        .collect();
+    let mut read = forward.ops().iter().flat_map(|op| &op.inputs);
+    read.any(|v| sums.contains(v))
+}
+
 /// The reason why a model has no shape, in a sentence's words.
 pub(crate) fn why_unknown(forward: &Graph) -> &'static str {
     let has = |is: &dyn Fn(&OpKind) -> bool| forward.ops().iter().any(|op| is(&op.kind));
@@ -192,6 +210,8 @@ pub(crate) fn why_unknown(forward: &Graph) -> &'static str {
         |kind: &OpKind| matches!(kind, OpKind::Attention { bounds, .. } if !bounds.are_none());
     if has(&is_bounded) {
         "some of the model's attention has windows, capped scores or scores that fall with the distance (ALiBi), whose flags are not written"
+    } else if is_sunk(forward) {
+        "the model's attention has sinks, whose flags are not written"
     } else if has(&|kind| matches!(kind, OpKind::Join)) {
         "the model's attention is latent, whose flags are not written"
     } else {

@@ -7,7 +7,7 @@ macro_rules! embedded {
 }
 
 /// Names and configurations, in the order of names.
-const MODELS: [(&str, &str); 48] = embedded![
+const MODELS: [(&str, &str); 50] = embedded![
     "bloom-176b",
     "bloom-560m",
     "bloom-7b1",
@@ -22,6 +22,8 @@ const MODELS: [(&str, &str); 48] = embedded![
     "gemma-3-27b",
     "gemma-7b",
     "gpt-neox-20b",
+    "gpt-oss-120b",
+    "gpt-oss-20b",
     "gpt2",
     "gpt2-large",
     "gpt2-medium",

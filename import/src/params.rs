@@ -7,7 +7,8 @@
 //! GPT-2's `Conv1D` weights are stored `[in, out]`, so ours are the same elements in the same
 //! order; every `Linear` weight is stored `[out, in]`, so ours is its transpose, reshaped.
 //! Experts are stacked, `[experts, hidden, width]`, where files have a tensor for each. Where a file
-//! has several of our matrices in one, each of ours is some of its rows.
+//! has several of our matrices in one, each of ours is some of its rows; gpt-oss stacks its experts in
+//! files too, where gates and ups take turns.
 //! Query head `n` of a file is group `n % groups` of KV head `n / groups`.
 //!
 //! Channels of images are `[groups, channels of a group]`, so that a shard never splits a group of
@@ -22,6 +23,7 @@
 mod decoder;
 mod latent;
 mod rows;
+mod stacked;
 
 pub use rows::{Rows, Stretch};
 
@@ -40,7 +42,8 @@ pub struct Param {
     /// The name in Hugging Face's files, such as `transformer.h.0.attn.c_attn.weight`; with
     /// `pieces`, `*` stands for the index.
     pub hf_name: String,
-    /// The shape in Hugging Face's files, one or two dims, four of a convolution; with `pieces`, that of each piece.
+    /// The shape in Hugging Face's files, one or two dims, three of stacked experts, four of a
+    /// convolution; with `pieces`, that of each piece.
     pub hf_shape: Vec<u64>,
     /// The rows of the stored tensor that hold the parameter; all, in order, where there is none.
     pub rows: Option<Rows>,
@@ -69,7 +72,10 @@ impl Param {
     }
     /// Returns the elements of a row of the stored tensor.
     pub(crate) fn row_elements(&self) -> usize {
-        self.hf_shape.iter().skip(1).product::<u64>() as usize
+        match &self.rows {
+            Some(rows) => (self.hf_shape.iter().product::<u64>() / rows.stored().max(1)) as usize,
+            None => self.hf_shape.iter().skip(1).product::<u64>() as usize,
+        }
     }
     /// Returns the number of elements.
     pub fn elements(&self) -> u64 {
@@ -231,6 +237,11 @@ fn llama(c: &LlamaConfig) -> Vec<Param> {
             c.out_bias,
             normal,
         );
+        if c.family.has_sinks() {
+            let heads = &query[..query.len() - 1];
+            let (ours, theirs) = at("attn.sinks", "self_attn.sinks");
+            t.add(&ours, heads, &theirs, &[c.heads], normal);
+        }
         if c.qk_norm {
             t.gain(at("attn.q_norm", "self_attn.q_norm"), d);
             t.gain(at("attn.k_norm", "self_attn.k_norm"), d);
@@ -244,6 +255,10 @@ fn llama(c: &LlamaConfig) -> Vec<Param> {
             }
         }
         if let Some(e) = c.experts.as_ref().filter(|e| e.are_in(i)) {
+            if c.family == Family::GptOss {
+                stacked::experts(&mut t, (h, normal), e, i);
+                continue;
+            }
             let names = match c.family {
                 Family::Mixtral => MIXTRAL,
                 _ => QWEN,

@@ -185,6 +185,63 @@ fn nemotron() -> Value {
     model
 }
 
+fn gpt_oss() -> Value {
+    json!({"model_type": "gpt_oss", "hidden_size": 32, "intermediate_size": 20, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 96,
+        "max_position_embeddings": 64, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 6,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}})
+}
+
+#[test]
+fn gpt_oss_is_read_as_it_is_published_and_as_it_is_saved() {
+    let n = |changes| parse(gpt_oss(), changes).unwrap().n_parameters();
+    // Queries, keys, values and what comes out of them with biases, a sink for each head, two norms; a
+    // router with biases; experts of three matrices with biases.
+    let attention = (32 + 16 + 16) * (32 + 1) + 32 * (32 + 1) + 4 + 2 * 32;
+    let experts = 8 * (32 + 1) + 8 * (2 * 20 * (32 + 1) + 32 * (20 + 1));
+    assert_eq!(n(json!({})), 2 * 96 * 32 + 4 * (attention + experts) + 32);
+    let bare = n(json!({"attention_bias": false}));
+    assert_eq!(n(json!({})) - bare, 4 * (32 + 16 + 16 + 32));
+    same(
+        gpt_oss(),
+        json!({"attention_bias": true, "experts_per_token": 2, "num_experts": 8, "swiglu_limit": 7.0,
+            "swiglu_alpha": 1.702, "initial_context_length": 16, "rope_theta": 150000, "hidden_act": "silu",
+            "rms_norm_eps": 1e-5, "pad_token_id": 3, "router_aux_loss_coef": 0.9, "output_router_logits": false,
+            "quantization_config": null, "tie_word_embeddings": false, "attention_dropout": 0.0,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]}),
+    );
+    let yarn = json!({"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0,
+        "beta_slow": 1.0, "original_max_position_embeddings": 16, "truncate": true});
+    same(
+        gpt_oss(),
+        json!({"rope_scaling": "-", "rope_parameters": yarn}),
+    );
+    let model = parse(gpt_oss(), json!({})).unwrap();
+    assert_eq!(windows(&model, 16), [Some(6), None, Some(6), None]);
+    let all = parse(gpt_oss(), json!({"sliding_window": null})).unwrap();
+    assert_eq!(windows(&all, 16), [None; 4]);
+    for (changes, field) in [
+        (json!({"rope_scaling": "-"}), "rope_scaling"),
+        (json!({"head_dim": "-"}), "head_dim"),
+        (json!({"hidden_act": "gelu"}), "hidden_act"),
+        (json!({"swiglu_limit": 0}), "swiglu_limit"),
+        (json!({"experts_per_token": 4}), "experts_per_token"),
+        (
+            json!({"output_router_logits": true}),
+            "output_router_logits",
+        ),
+        (json!({"layer_types": ["full_attention"]}), "layer_types"),
+        (json!({"num_shared_experts": 1}), "num_shared_experts"),
+        (
+            json!({"quantization_config": {"quant_method": "mxfp4"}}),
+            "quantization_config",
+        ),
+    ] {
+        let error = parse(gpt_oss(), changes).unwrap_err();
+        assert!(error.contains(field), "{field}: {error}");
+    }
+}
+
 fn bloom() -> Value {
     json!({"model_type": "bloom", "hidden_size": 36, "n_layer": 2, "n_head": 6, "vocab_size": 96, "seq_length": 16})
 }
@@ -867,7 +924,7 @@ fn wrong_values_name_the_field() {
     rejects(
         gpt2(),
         json!({"model_type": "gptj"}),
-        "field `model_type` is \"gptj\"; accepted: \"bloom\", \"deepseek_v2\", \"deepseek_v3\", \"gemma\", \"gemma2\", \"gemma3_text\", \"gpt2\", \"gpt_neox\", \"llama\", \"mistral\", \"mixtral\", \"nemotron\", \"opt\", \"phi3\", \"qwen2\", \"qwen2_moe\", \"qwen3\", \"qwen3_moe\" or \"wide_resnet\"; \
+        "field `model_type` is \"gptj\"; accepted: \"bloom\", \"deepseek_v2\", \"deepseek_v3\", \"gemma\", \"gemma2\", \"gemma3_text\", \"gpt2\", \"gpt_neox\", \"gpt_oss\", \"llama\", \"mistral\", \"mixtral\", \"nemotron\", \"opt\", \"phi3\", \"qwen2\", \"qwen2_moe\", \"qwen3\", \"qwen3_moe\" or \"wide_resnet\"; \
          the graph of another model can be written in the text form of docs/ir.md",
     );
 }
@@ -948,7 +1005,7 @@ fn missing_fields_are_named() {
     rejects(
         gpt2(),
         json!({"model_type": "-"}),
-        "field `model_type` is missing; expected \"bloom\", \"deepseek_v2\", \"deepseek_v3\", \"gemma\", \"gemma2\", \"gemma3_text\", \"gpt2\", \"gpt_neox\", \"llama\", \"mistral\", \"mixtral\", \"nemotron\", \"opt\", \"phi3\", \"qwen2\", \"qwen2_moe\", \"qwen3\", \"qwen3_moe\" or \"wide_resnet\"",
+        "field `model_type` is missing; expected \"bloom\", \"deepseek_v2\", \"deepseek_v3\", \"gemma\", \"gemma2\", \"gemma3_text\", \"gpt2\", \"gpt_neox\", \"gpt_oss\", \"llama\", \"mistral\", \"mixtral\", \"nemotron\", \"opt\", \"phi3\", \"qwen2\", \"qwen2_moe\", \"qwen3\", \"qwen3_moe\" or \"wide_resnet\"",
     );
 }
 

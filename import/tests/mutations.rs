@@ -78,6 +78,7 @@ fn mutated_configs_never_panic() {
         "gpt_neox/config.json",
         "nemotron/config.json",
         "bloom/config.json",
+        "gpt_oss/config.json",
         "deepseek_v2_groups/config.json",
         "deepseek_v3/config.json",
         "phi3/config.json",

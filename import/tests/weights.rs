@@ -8,7 +8,7 @@ use safetensors::tensor::{Dtype, TensorView};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-const CASES: [&str; 24] = [
+const CASES: [&str; 25] = [
     "gpt2_small_tied",
     "gpt2_untied_gelu",
     "llama_tied",
@@ -33,6 +33,7 @@ const CASES: [&str; 24] = [
     "gemma3",
     "mistral_window",
     "bloom",
+    "gpt_oss",
 ];
 
 /// Dtype, shape and bytes of each tensor.
@@ -214,6 +215,54 @@ fn parts_of_a_matrix_are_parameters() {
         all.insert("model.layers.2.eh_proj.weight".into(), one);
     })
     .unwrap();
+}
+
+/// Experts in one tensor, where gates and ups take turns, and quantized ones.
+#[test]
+fn stacked_experts_are_taken_apart() {
+    // Ours [experts, hidden, width], stored [experts, hidden, 2 width]; hidden 32, width 20.
+    let case = "gpt_oss";
+    let weights = Weights::open(reference(case), &config(case)).unwrap();
+    let stored = tensors(case);
+    let theirs = |name: &str| floats(&stored[&format!("model.layers.1.{name}")].2);
+    let file = theirs("mlp.experts.gate_up_proj");
+    let (e, h, f) = (2, 5, 7);
+    for (name, parity) in [("gate", 0), ("up", 1)] {
+        let ours = weights.param(&format!("h.1.moe.{name}.weight")).unwrap();
+        assert_eq!(ours.len(), 4 * 32 * 20);
+        assert_eq!(
+            ours[(e * 32 + h) * 20 + f],
+            file[(e * 32 + h) * 40 + 2 * f + parity]
+        );
+    }
+    let ours = weights.param("h.1.moe.up.bias").unwrap();
+    let file = theirs("mlp.experts.gate_up_proj_bias");
+    assert_eq!(ours[e * 20 + f], file[e * 40 + 2 * f + 1]);
+    let ours = weights.param("h.1.moe.down.weight").unwrap();
+    assert_eq!(ours, theirs("mlp.experts.down_proj"));
+    assert_eq!(
+        weights.param("h.1.attn.sinks").unwrap(),
+        theirs("self_attn.sinks")
+    );
+    let router = weights.param("h.1.moe.router.weight").unwrap();
+    assert_eq!(router[5 * 4 + 3], theirs("mlp.router.weight")[3 * 32 + 5]);
+    // As published: blocks of numbers of four bits, and their scales.
+    let quantized = open_changed(case, |all| {
+        let name = "model.layers.0.mlp.experts.gate_up_proj";
+        all.remove(name);
+        let blocks = (Dtype::U8, vec![4, 40, 1, 16], vec![0; 4 * 40 * 16]);
+        all.insert(format!("{name}_blocks"), blocks);
+        all.insert(
+            format!("{name}_scales"),
+            (Dtype::U8, vec![4, 40, 1], vec![0; 4 * 40]),
+        );
+    });
+    let said = quantized.unwrap_err();
+    let expected = "`model.layers.0.mlp.experts.gate_up_proj_blocks` is quantized (MXFP4)";
+    assert!(
+        said.contains(expected) && said.contains("dequantize=True"),
+        "{said}"
+    );
 }
 
 #[test]

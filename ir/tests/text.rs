@@ -335,8 +335,8 @@ fn generated_op_kinds() {
     };
     assert_eq!(
         kinds(false),
-        "attention binary broadcast cast combine constant conv2d cross_entropy dispatch dot_general dropout \
-         embedding group_norm input join layer_norm layout log_sum_exp max_pool2d pad reduce reshape rms_norm rotary route scale_rows slice stack state transpose \
+        "attention binary broadcast cast clamped_swiglu combine constant conv2d cross_entropy dispatch dot_general dropout \
+         embedding expert_bias group_norm input join layer_norm layout log_sum_exp max_pool2d pad reduce reshape rms_norm rotary route scale_rows slice stack state transpose \
          unary unstack"
     );
     assert_eq!(

@@ -609,8 +609,8 @@ fn gradients_of_binary_ops_reduce_broadcast_operands() {
     assert_eq!(
         with(Binary::Sub, &[H]),
         [
-            "grad.t.rhs_sum reduce BW f32[4]",
-            "grad.t.rhs unary BW f32[4]"
+            "grad.t.rhs_neg unary BW f32[B,8,4]",
+            "grad.t.rhs reduce BW f32[4]"
         ]
     );
     assert_eq!(

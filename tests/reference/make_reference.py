@@ -32,6 +32,7 @@ from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Conf
 from transformers import Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 from transformers import GemmaConfig, GemmaForCausalLM
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, NemotronConfig, NemotronForCausalLM
 from transformers import OPTConfig, OPTForCausalLM, Phi3Config, Phi3ForCausalLM
 from transformers import MistralConfig, MistralForCausalLM, MixtralConfig, MixtralForCausalLM
@@ -44,6 +45,7 @@ from transformers.models.gemma import modeling_gemma
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.gpt_neox import modeling_gpt_neox
+from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 from transformers.models.mixtral import modeling_mixtral
@@ -208,6 +210,22 @@ def deepseek_v3(**changes):
     return DeepseekV3Config(**{**LATENT, **base, **changes})
 
 
+# A ramp whose ends are no whole pairs, and the factor of sines and cosines that the stretch gives.
+GPT_OSS_ROPE = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 2.0,
+    "beta_slow": 0.5, "truncate": False,
+}
+
+
+# A limit that gates and ups reach.
+def gpt_oss(**changes):
+    base = dict(
+        num_hidden_layers=3, head_dim=16, intermediate_size=20, num_local_experts=4, num_experts_per_tok=2,
+        sliding_window=WINDOW, swiglu_limit=1.5, rms_norm_eps=1e-5, pad_token_id=None, rope_parameters=GPT_OSS_ROPE,
+    )
+    return GptOssConfig(**{**DENSE, **base, **changes})
+
+
 # Half of a head turns.
 PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
@@ -243,6 +261,7 @@ KINDS = {
     "gemma2": (Gemma2ForCausalLM, modeling_gemma2),
     "gemma3_text": (Gemma3ForCausalLM, modeling_gemma3),
     "gpt_neox": (GPTNeoXForCausalLM, modeling_gpt_neox),
+    "gpt_oss": (GptOssForCausalLM, modeling_gpt_oss),
     "llama": (LlamaForCausalLM, modeling_llama),
     "mistral": (MistralForCausalLM, modeling_mistral),
     "mixtral": (MixtralForCausalLM, modeling_mixtral),
@@ -287,6 +306,7 @@ CASES = {
     "gemma3": (32, gemma3),
     "mistral_window": (33, lambda: mistral(num_hidden_layers=1, sliding_window=5)),
     "bloom": (34, bloom),
+    "gpt_oss": (36, gpt_oss),
     "deepseek_v3": (29, lambda: deepseek_v3(rope_parameters={**YARN_ROPE, "mscale": 0.9})),
 }
 SHARDED = "llama_tied"
@@ -386,6 +406,8 @@ def write_case(folder, name, seed, config):
 def as_stored(config, tensors):
     """Tensors by the names of files: a module keeps experts stacked, a file has three for each; GPT-NeoX's
     head has another name there."""
+    if config.model_type == "gpt_oss":
+        return dict(tensors)
     if config.model_type == "gpt_neox":
         return {"embed_out.weight" if key == "lm_head.weight" else key: value for key, value in tensors.items()}
     block, parts = {
@@ -439,7 +461,9 @@ def perturb(model, seed):
         for name, param in stored_tensors(model):
             noise = torch.randn(param.shape, generator=gen)
             embedding = any(part in name for part in EMBEDDINGS)
-            if param.dim() >= 2:
+            if name.endswith("sinks"):
+                param.copy_(noise)
+            elif param.dim() >= 2:
                 param.copy_(noise * (0.4 if embedding else 0.25))
             elif name.endswith("bias"):
                 param.copy_(noise * 0.1)  # DeepSeek-V3's bias of the choice, too: its scores are below 1
@@ -481,8 +505,10 @@ def train(config, weights, batches, dtype, hyper=HYPER, patch=True, causal=True,
             optim.zero_grad()
             loss.backward()
             if grads is None:
+                # Sinks have none where they are left out.
                 zeros = {key: torch.zeros_like(value) for key, value in stored_tensors(model)}
-                grads = {**zeros, **{key: param.grad.clone() for key, param in named.items()}}
+                trained = {key: param.grad.clone() for key, param in named.items() if param.grad is not None}
+                grads = {**zeros, **trained}
             norm = torch.nn.utils.clip_grad_norm_(named.values(), hyper["clip_norm"], foreach=False)
             optim.step()
             losses.append(loss.item())
@@ -504,7 +530,7 @@ def make_optimizer(named, hyper):
 
 
 @contextlib.contextmanager
-def wide_llama(causal=True, interleaved=False, tiled_kv=False, plain_gates=None, slopes=None):
+def wide_llama(causal=True, interleaved=False, tiled_kv=False, plain_gates=None, slopes=None, sinks=True):
     """Modules of Llama and its relatives that stay in the input's dtype.
 
     transformers computes their norms, softmaxes and rotary angles in float32 whatever the model's
@@ -520,6 +546,9 @@ def wide_llama(causal=True, interleaved=False, tiled_kv=False, plain_gates=None,
         n, dim = position_ids.shape[-1], self.inv_freq.shape[-1] * 2
         cos, sin = ops_reference.angles(dim, self.config.rope_parameters, n, x.dtype)
         return cos[None] * self.attention_scaling, sin[None] * self.attention_scaling
+
+    def half_angles(self, x, position_ids):
+        return tuple(part[..., : part.shape[-1] // 2] for part in angles(self, x, position_ids))
 
     def angles_of_layer(self, x, position_ids, layer_type):
         rope = self.config.rope_parameters[layer_type]
@@ -568,14 +597,17 @@ def wide_llama(causal=True, interleaved=False, tiled_kv=False, plain_gates=None,
         q, k = (torch.cat((pairs(x[..., :turned]), x[..., turned:]), dim=-1) for x in (q, k))
         return q, k
 
-    def attention(module, q, k, v, mask, scaling, dropout=0.0, softcap=None, **_):
+    def attention(module, q, k, v, mask, scaling, dropout=0.0, softcap=None, s_aux=None, **_):
         n = getattr(module, "num_key_value_groups", 1)
         spread = (lambda x: x.repeat(1, n, 1, 1)) if tiled_kv else (lambda x: x.repeat_interleave(n, dim=1))
         scores = q @ spread(k).transpose(2, 3) * scaling
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         scores = scores + mask
-        out = torch.softmax(scores, dim=-1) @ spread(v)
+        if s_aux is not None and sinks:
+            sink = s_aux[None, :, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat((scores, sink), dim=-1)
+        out = torch.softmax(scores, dim=-1)[..., : k.shape[2]] @ spread(v)
         return out.transpose(1, 2).contiguous(), None
 
     def bloom_attention(self, hidden_states, residual, alibi, attention_mask, **_):
@@ -591,7 +623,7 @@ def wide_llama(causal=True, interleaved=False, tiled_kv=False, plain_gates=None,
         return residual + self.dense(out), None
 
     def route(self, x):
-        logits = F.linear(x.reshape(-1, self.hidden_dim), self.weight)
+        logits = F.linear(x.reshape(-1, self.hidden_dim), self.weight, getattr(self, "bias", None))
         gates, chosen = torch.topk(torch.softmax(logits, dim=-1), self.top_k, dim=-1)
         plain = not getattr(self, "norm_topk_prob", True) if plain_gates is None else plain_gates
         return logits, gates if plain else gates / gates.sum(dim=-1, keepdim=True), chosen
@@ -608,7 +640,7 @@ def wide_llama(causal=True, interleaved=False, tiled_kv=False, plain_gates=None,
         if hasattr(module, "apply_rotary_emb"):
             swaps.append((module, "apply_rotary_emb", turn))
         turned = turns if hasattr(module, "apply_rotary_emb") else angles
-        turned = angles_of_layer if name == "Gemma3" else turned
+        turned = {"Gemma3": angles_of_layer, "GptOss": half_angles}.get(name, turned)
         for part, forward in (("RMSNorm", norm), ("RotaryEmbedding", turned), ("TopkRouter", latent_route)):
             if hasattr(module, f"{name}{part}"):
                 swaps.append((getattr(module, f"{name}{part}"), "forward", forward))
@@ -682,7 +714,13 @@ def sensitivity(config, weights, batches, right):
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, name, None) is not None:
             result[f"no_{name}"] = wrong({name: None})
-    result["rotary_interleaved"] = wrong(interleaved=True)
+    if config.model_type == "gpt_oss":
+        result["no_sinks"] = wrong(sinks=False)
+        result["not_clamped"] = wrong({"swiglu_limit": 1e9})
+        result["windows_in_other_layers"] = wrong({"layer_types": [
+            "full_attention" if kind == "sliding_attention" else "sliding_attention" for kind in config.layer_types]})
+    else:
+        result["rotary_interleaved"] = wrong(interleaved=True)
     if getattr(config, "num_key_value_heads", config.num_attention_heads) < config.num_attention_heads:
         result["kv_heads_tiled"] = wrong(tiled_kv=True)
     rope = config.rope_parameters

@@ -48,7 +48,9 @@ def inv_freq(head_dim, rope, dtype=F64):
         def pair(turns):
             return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
 
-        ends = [math.floor(pair(rope["beta_fast"])), math.ceil(pair(rope["beta_slow"]))]
+        ends = [pair(rope["beta_fast"]), pair(rope["beta_slow"])]
+        if rope.get("truncate", True):
+            ends = [math.floor(ends[0]), math.ceil(ends[1])]
         first, last = max(ends[0], 0), min(ends[1], head_dim - 1)
         divided = ((torch.arange(head_dim // 2, dtype=dtype) - first) / max(last - first, 0.001)).clamp(0, 1)
         return freq / rope["factor"] * divided + freq * (1 - divided)

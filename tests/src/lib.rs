@@ -40,7 +40,7 @@ pub struct Case {
 }
 
 /// Names of the reference cases.
-pub const CASES: [&str; 24] = [
+pub const CASES: [&str; 25] = [
     "gpt2_small_tied",
     "gpt2_untied_gelu",
     "llama_tied",
@@ -65,6 +65,7 @@ pub const CASES: [&str; 24] = [
     "gemma3",
     "mistral_window",
     "bloom",
+    "gpt_oss",
 ];
 
 impl Case {

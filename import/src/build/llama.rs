@@ -5,11 +5,19 @@
 //! and back; those that find no slot pass by on the residual. In Qwen2-MoE every token goes to one
 //! more MLP, the shared expert, whose result is scaled by a gate of its own (Qwen team 2024). Gemma
 //! scales what it looks up and stores gains less one (Gemma team 2024). Gemma 2 and 3 have norms behind
-//! attention and MLP too, and layers whose queries look back over a window of tokens alone.
+//! attention and MLP too, and layers whose queries look back over a window of tokens alone. So does
+//! gpt-oss, whose heads have **sinks**: a logit each that joins the softmax of every row and has no value
+//! (OpenAI 2025). With `l` the log-sum-exp of a row, it leaves the share `e^l / (e^l + e^sink)` of what
+//! attention gives, so attention knows nothing of it:
+//!
+//! ```text
+//! q, k, v ─ attend ─┬ o ────────────────────────── scale rows ─ out
+//!                   └ lse ─ minus sinks ─ sigmoid ─┘
+//! ```
 
 use super::Builder;
 use crate::ImportError;
-use crate::config::{ExpertsConfig, Family, LlamaConfig};
+use crate::config::{Clamp, ExpertsConfig, Family, LlamaConfig};
 use ir::ValueId;
 use ir::op::{Binary, Bounds, InputKind, OpKind, Unary};
 
@@ -127,7 +135,10 @@ pub(super) fn mixture(
         capacity,
     };
     let y = b.op(format!("{scope}.dispatch"), dispatch, &[x, slots])?;
-    let y = gated_mlp(b, activation, scope, EXPERTS, y)?;
+    let y = match e.clamp {
+        None => gated_mlp(b, activation, scope, EXPERTS, y)?,
+        Some(clamp) => clamped_mlp(b, clamp, scope, y)?,
+    };
     let combine = format!("{scope}.combine");
     let y = b.op(combine, OpKind::Combine, &[y, slots, gates])?;
     if e.shared.is_none() {
@@ -139,6 +150,29 @@ pub(super) fn mixture(
         false => gated_mlp(b, activation, &shared, DENSE, x)?,
     };
     b.add(format!("{scope}.add_shared"), y, shared)
+}
+
+/// Experts with biases, whose gate and up are kept within bounds.
+fn clamped_mlp(
+    b: &mut Builder,
+    Clamp { alpha, limit }: Clamp,
+    scope: &str,
+    x: ValueId,
+) -> Result<ValueId, ImportError> {
+    let [into, out_of] = EXPERTS;
+    let gate = biased(b, &format!("{scope}.gate"), into, x)?;
+    let up = biased(b, &format!("{scope}.up"), into, x)?;
+    let act = OpKind::ClampedSwiglu { alpha, limit };
+    let y = b.op(format!("{scope}.act"), act, &[gate, up])?;
+    biased(b, &format!("{scope}.down"), out_of, y)
+}
+
+/// A matmul of all experts, and their biases.
+fn biased(b: &mut Builder, scope: &str, einsum: &str, x: ValueId) -> Result<ValueId, ImportError> {
+    let weight = b.param(&format!("{scope}.weight"))?;
+    let y = b.dot(scope, einsum, x, weight)?;
+    let bias = b.param(&format!("{scope}.bias"))?;
+    b.op(format!("{scope}.add_bias"), OpKind::ExpertBias, &[y, bias])
 }
 
 /// The MLP of all tokens, scaled token by token.
@@ -198,8 +232,26 @@ fn attention(
             alibi: false,
         },
     };
-    let y = b.op(format!("{h}.attn.attend"), attend, &[q, k, v])?;
+    let attended = b.ops(format!("{h}.attn.attend"), attend, &[q, k, v])?;
+    let y = match c.family.has_sinks() {
+        false => attended[0],
+        true => sunk(b, &format!("{h}.attn"), &attended)?,
+    };
     b.linear(&format!("{h}.attn.out"), out_of, y)
+}
+
+/// The share of an attention's result and log-sum-exp that the heads' sinks leave.
+fn sunk(b: &mut Builder, scope: &str, attended: &[ValueId]) -> Result<ValueId, ImportError> {
+    let sinks = b.param(&format!("{scope}.sinks"))?;
+    let minus = OpKind::Binary { f: Binary::Sub };
+    let gap = b.op(format!("{scope}.sink_gap"), minus, &[attended[1], sinks])?;
+    let sigmoid = OpKind::Unary { f: Unary::Sigmoid };
+    let share = b.op(format!("{scope}.sink_share"), sigmoid, &[gap])?;
+    b.op(
+        format!("{scope}.sink"),
+        OpKind::ScaleRows,
+        &[attended[0], share],
+    )
 }
 
 fn norm(b: &mut Builder, c: &LlamaConfig, path: &str, x: ValueId) -> Result<ValueId, ImportError> {

@@ -1,10 +1,12 @@
-//! Fields of mixtures of experts: of `MixtralConfig`, `Qwen2MoeConfig` and `Qwen3MoeConfig`.
+//! Fields of mixtures of experts: of `MixtralConfig`, `Qwen2MoeConfig`, `Qwen3MoeConfig` and
+//! `GptOssConfig`.
 //!
 //! The loss that balances the routers is not computed: transformers adds it only where
 //! `output_router_logits` is true, which is refused.
 
 use super::document::Fields;
-use super::{COEFFICIENTS, EXPERTS, ExpertsConfig, Family, LAYERS, WIDTHS, sized};
+use super::{CAPS, COEFFICIENTS, Clamp, EXPERTS, ExpertsConfig, Family, LAYERS};
+use super::{POSITIONS, WIDTHS, sized};
 use crate::ImportError;
 use serde_json::{Value, json};
 
@@ -23,6 +25,7 @@ pub(super) fn read(
         | Family::Phi3
         | Family::Qwen2
         | Family::Qwen3 => return Ok(None),
+        Family::GptOss => gpt_oss(f)?,
         Family::Mixtral => mixtral(f)?,
         Family::Qwen2Moe => ExpertsConfig {
             shared: Some(f.required("shared_expert_intermediate_size", WIDTHS)?),
@@ -37,7 +40,10 @@ pub(super) fn read(
         "with true the routers' balancing loss is added, which is not supported",
     )?;
     f.number("router_aux_loss_coef", COEFFICIENTS)?;
-    experts.top_k = f.required("num_experts_per_tok", EXPERTS)?;
+    experts.top_k = match family {
+        Family::GptOss => sized(f, "num_experts_per_tok", "experts_per_token", EXPERTS)?,
+        _ => f.required("num_experts_per_tok", EXPERTS)?,
+    };
     if experts.top_k > experts.count {
         let problem = format!("{} of {} experts", experts.top_k, experts.count);
         return Err(f.contradiction("num_experts_per_tok", "num_experts", problem));
@@ -55,6 +61,22 @@ fn mixtral(f: &mut Fields) -> Result<ExpertsConfig, ImportError> {
     let count = sized(f, "num_local_experts", "num_experts", EXPERTS)?;
     let intermediate = f.required("intermediate_size", WIDTHS)?;
     Ok(ExpertsConfig::plain(count, intermediate))
+}
+
+/// Reads experts with biases, in every layer, whose activation is clamped.
+fn gpt_oss(f: &mut Fields) -> Result<ExpertsConfig, ImportError> {
+    // Where long positions begin, which `rope_scaling` says too.
+    f.nullable_integer("initial_context_length", POSITIONS)?;
+    let count = sized(f, "num_local_experts", "num_experts", EXPERTS)?;
+    let intermediate = f.required("intermediate_size", WIDTHS)?;
+    let clamp = Clamp {
+        alpha: f.number("swiglu_alpha", CAPS)?.unwrap_or(1.702),
+        limit: f.number("swiglu_limit", CAPS)?.unwrap_or(7.0),
+    };
+    Ok(ExpertsConfig {
+        clamp: Some(clamp),
+        ..ExpertsConfig::plain(count, intermediate)
+    })
 }
 
 /// Reads experts that are in every n-th layer and have a width of their own.

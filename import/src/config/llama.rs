@@ -18,6 +18,9 @@ const MIXTRAL_THETA: f64 = 1_000_000.0;
 const GEMMA3_THETA: f64 = 1_000_000.0;
 /// The default window of `Gemma2Config` and `Gemma3TextConfig`.
 const GEMMA_WINDOW: u64 = 4096;
+/// The default base and window of `GptOssConfig`.
+const GPT_OSS_THETA: f64 = 150_000.0;
+const GPT_OSS_WINDOW: u64 = 128;
 /// The default window of `MistralConfig`.
 const MISTRAL_WINDOW: u64 = 4096;
 
@@ -42,8 +45,9 @@ pub(super) fn read(mut f: Fields, family: Family) -> Result<LlamaConfig, ImportE
         let problem = format!("{heads} is not a multiple of {kv_heads}");
         return Err(f.contradiction("num_attention_heads", "num_key_value_heads", problem));
     }
-    // Absent it means the hidden size over the heads, but in Qwen3 and Gemma the size of one model.
-    if family == Family::Qwen3 || family.is_gemma() {
+    // Absent it means the hidden size over the heads, but in Qwen3, Gemma and gpt-oss the size of one
+    // model.
+    if matches!(family, Family::Qwen3 | Family::GptOss) || family.is_gemma() {
         f.required("head_dim", WIDTHS)?;
     }
     let head_dim = match f.nullable_integer("head_dim", WIDTHS)? {
@@ -85,6 +89,7 @@ pub(super) fn read(mut f: Fields, family: Family) -> Result<LlamaConfig, ImportE
         true => (MIXTRAL_THETA, 1e-5),
         false if family == Family::Gemma3 => (GEMMA3_THETA, 1e-6),
         false if family == Family::Phi3 => (DEFAULT_THETA, 1e-5),
+        false if family == Family::GptOss => (GPT_OSS_THETA, 1e-5),
         false => (DEFAULT_THETA, 1e-6),
     };
     let (found, local_theta) = match family {
@@ -93,8 +98,12 @@ pub(super) fn read(mut f: Fields, family: Family) -> Result<LlamaConfig, ImportE
             let rotations = Rotations {
                 theta: ("rope_theta", default_theta),
                 is_partial: family == Family::Phi3,
-                has_yarn: false,
+                has_yarn: family == Family::GptOss,
             };
+            if family == Family::GptOss && !f.has("rope_parameters") && !f.has("rope_scaling") {
+                // transformers would take the published sizes' for it.
+                return Err(f.missing("rope_scaling", "an object, as the published sizes have it"));
+            }
             (rope(&mut f, &rotations)?, None)
         }
     };
@@ -125,6 +134,11 @@ pub(super) fn read(mut f: Fields, family: Family) -> Result<LlamaConfig, ImportE
         logit_cap,
         activation: match family.is_gemma() {
             true => gemma_activation(&mut f)?,
+            false if family == Family::GptOss => {
+                let why = "experts have a gated SiLU, clamped";
+                f.only("hidden_act", &[json!("silu")], why)?;
+                Unary::Silu
+            }
             false => activation(&mut f, "hidden_act", "silu")?,
         },
         epsilon: f
@@ -158,6 +172,12 @@ fn window(f: &mut Fields, family: Family) -> Result<Option<u64>, ImportError> {
                 "attention is full and causal",
             )?;
         }
+        Family::GptOss => {
+            if !f.is_null("sliding_window") {
+                let found = f.integer("sliding_window", POSITIONS)?;
+                return Ok(Some(found.unwrap_or(GPT_OSS_WINDOW)));
+            }
+        }
         Family::Gemma2 | Family::Gemma3 => {
             f.only(
                 "use_bidirectional_attention",
@@ -188,7 +208,7 @@ fn window(f: &mut Fields, family: Family) -> Result<Option<u64>, ImportError> {
 /// one in `sliding_window_pattern`, or as the family has them.
 fn whole_layers(f: &mut Fields, family: Family, layers: u64) -> Result<BTreeSet<u64>, ImportError> {
     let every = match family {
-        Family::Gemma2 => 2,
+        Family::Gemma2 | Family::GptOss => 2,
         Family::Gemma3 => {
             let found = f.integer("sliding_window_pattern", LAYERS)?;
             let saved = f.integer("_sliding_window_pattern", LAYERS)?;
@@ -320,6 +340,10 @@ fn biases(f: &mut Fields, family: Family) -> Result<(bool, bool), ImportError> {
             f.only("attention_bias", &[Value::Bool(false)], why)?;
             Ok((false, false))
         }
+        Family::GptOss => {
+            let all = f.boolean("attention_bias")?.unwrap_or(true);
+            Ok((all, all))
+        }
         Family::Qwen2 => Ok((true, false)),
         Family::Qwen2Moe => Ok((f.boolean("qkv_bias")?.unwrap_or(true), false)),
         Family::Gemma
@@ -369,10 +393,10 @@ fn check_fixed(f: &mut Fields, family: Family) -> Result<(), ImportError> {
     )
 }
 
-/// Checks that no row of the embedding is left out of training. Every published Gemma and Phi-3 has a padding
+/// Checks that no row of the embedding is left out of training. Every published Gemma, Phi-3 and gpt-oss has a padding
 /// token, whose row data without padding never looks up.
 fn check_padding(f: &mut Fields, family: Family) -> Result<(), ImportError> {
-    if family.is_gemma() || family == Family::Phi3 {
+    if family.is_gemma() || matches!(family, Family::Phi3 | Family::GptOss) {
         f.nullable_integer("pad_token_id", 0..=*VOCAB.end())?;
         return Ok(());
     }

@@ -1,4 +1,4 @@
-//! Hugging Face `config.json` of `model_type` `gpt2`, `llama` and its relatives (`gemma`, `gemma2`, `gemma3_text`, `mistral`, `mixtral`,
+//! Hugging Face `config.json` of `model_type` `gpt2`, `llama` and its relatives (`gemma`, `gemma2`, `gemma3_text`, `gpt_oss`, `mistral`, `mixtral`,
 //! `qwen2`, `qwen2_moe`, `qwen3`, `qwen3_moe`), `deepseek_v2` and `deepseek_v3`, and `opt`, `gpt_neox`,
 //! `nemotron` and `bloom`, in the spellings of transformers 4 and 5; and of `wide_resnet`, in fields of ours.
 //!
@@ -208,6 +208,9 @@ pub(crate) enum Family {
     /// Gemma 3, with norms of queries and keys, and a base of the rotation of its own in layers with
     /// windows (Gemma team 2025).
     Gemma3,
+    /// gpt-oss, with attention sinks, windows in every other layer, and experts with biases whose
+    /// activation is clamped (OpenAI 2025).
+    GptOss,
     /// Llama, with dense layers.
     Llama,
     /// Mistral, whose attention may have a window (Jiang et al. 2023).
@@ -227,10 +230,11 @@ pub(crate) enum Family {
 }
 
 impl Family {
-    const ALL: [Family; 11] = [
+    const ALL: [Family; 12] = [
         Family::Gemma,
         Family::Gemma2,
         Family::Gemma3,
+        Family::GptOss,
         Family::Llama,
         Family::Mistral,
         Family::Mixtral,
@@ -247,6 +251,7 @@ impl Family {
             Family::Gemma => "gemma",
             Family::Gemma2 => "gemma2",
             Family::Gemma3 => "gemma3_text",
+            Family::GptOss => "gpt_oss",
             Family::Llama => "llama",
             Family::Mistral => "mistral",
             Family::Mixtral => "mixtral",
@@ -280,6 +285,10 @@ impl Family {
     pub(crate) fn is_fused(self) -> bool {
         self == Family::Phi3
     }
+    /// Says whether each head has a logit that takes a share of every row of its attention.
+    pub(crate) fn has_sinks(self) -> bool {
+        self == Family::GptOss
+    }
     /// Says whether queries and keys are normalised head by head.
     pub(crate) fn normalises_heads(self) -> bool {
         matches!(self, Family::Gemma3 | Family::Qwen3 | Family::Qwen3Moe)
@@ -309,12 +318,23 @@ pub(crate) struct ExpertsConfig {
     pub(crate) normalize: bool,
     /// The factor of the gates.
     pub(crate) gate_scale: f64,
+    /// The bounded activation of experts, which have biases then, and so has the router.
+    pub(crate) clamp: Option<Clamp>,
     /// One layer in this many has experts.
     pub(crate) every: u64,
     /// The layers that have none all the same.
     pub(crate) dense: BTreeSet<u64>,
     /// The capacity factor: an expert's slots over the tokens that it gets on average.
     pub(crate) capacity_factor: f64,
+}
+
+/// The figures of a gated activation whose operands are kept within bounds (gpt-oss).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Clamp {
+    /// Factor within the sigmoid.
+    pub(crate) alpha: f64,
+    /// The bound.
+    pub(crate) limit: f64,
 }
 
 impl ExpertsConfig {
@@ -331,6 +351,7 @@ impl ExpertsConfig {
             choice_bias: false,
             normalize: true,
             gate_scale: 1.0,
+            clamp: None,
             every: 1,
             dense: BTreeSet::new(),
             capacity_factor: DEFAULT_EXPERT_CAPACITY,
@@ -423,7 +444,7 @@ pub enum ModelConfig {
 }
 
 /// The accepted values of `model_type`.
-pub const MODEL_TYPES: [&str; 19] = [
+pub const MODEL_TYPES: [&str; 20] = [
     "bloom",
     "deepseek_v2",
     "deepseek_v3",
@@ -432,6 +453,7 @@ pub const MODEL_TYPES: [&str; 19] = [
     "gemma3_text",
     "gpt2",
     "gpt_neox",
+    "gpt_oss",
     "llama",
     "mistral",
     "mixtral",

@@ -41,6 +41,7 @@ impl Weights {
     pub fn open(path: impl AsRef<Path>, config: &ModelConfig) -> Result<Self, ImportError> {
         let path = path.as_ref();
         let mut stored = strip_prefixes(path, config, files::open(path)?)?;
+        check_plain(&stored)?;
         let (mut params, mut missing) = (BTreeMap::new(), Vec::new());
         // A tensor may hold several parameters.
         let mut used = BTreeSet::new();
@@ -268,6 +269,23 @@ fn strip_prefixes(
         by_bare.insert(key, (name, tensor));
     }
     Ok(by_bare)
+}
+
+/// Checks that experts are not quantized: published gpt-oss has blocks of four-bit numbers (MXFP4) with a
+/// scale each for every such matrix.
+fn check_plain(stored: &BTreeMap<String, (String, Stored)>) -> Result<(), ImportError> {
+    let is_block = |key: &&String| key.contains(".experts.") && key.ends_with("_proj_blocks");
+    let Some((name, found)) = stored.keys().find(is_block).map(|key| &stored[key]) else {
+        return Ok(());
+    };
+    Err(ImportError::Format {
+        file: found.file.clone(),
+        problem: format!(
+            "`{name}` is quantized (MXFP4), and weights are read in f32, f16 or bf16; transformers writes \
+             them in bf16: load the model with `quantization_config=Mxfp4Config(dequantize=True)` and \
+             call its `save_pretrained`"
+        ),
+    })
 }
 
 fn check_type(param: &Param, name: &str, stored: &Stored) -> Result<(), ImportError> {

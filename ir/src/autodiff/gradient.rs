@@ -56,7 +56,7 @@ impl<'a> Arm<'a> {
         self.op.outputs[i]
     }
     /// The gradient of result 0. Statistics (means, log-sum-exps), the other results of ops
-    /// other than `Unstack`, are not differentiated.
+    /// other than `Unstack`, are not differentiated, but for the log-sum-exp of an attention.
     pub fn only_gradient(&self) -> Result<ValueId, GraphError> {
         match self.results {
             [Some(dy), rest @ ..] if rest.iter().all(Option::is_none) => Ok(*dy),

@@ -16,7 +16,7 @@
 //!   on its own as soon as it is known, because uses may lie on different stages.
 //!
 //! Paths: `grad.<forward path>.<what>`, `what` being one word without dots (`x`, `lhs`,
-//! `rhs`, `weight`, `qkv`, `logits`, `gates`; intermediate steps `x_broadcast`, `rhs_sum`, ...;
+//! `rhs`, `weight`, `qkv`, `logits`, `gates`; intermediate steps `x_broadcast`, `rhs_neg`, ...;
 //! sums over uses `sum1`, `sum2`, ... or `r1-sum1`, ... for result 1). Which op's gradient an op
 //! computes, and for which operand, is its origin.
 

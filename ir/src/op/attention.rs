@@ -71,6 +71,9 @@ fn infer(cx: &Operands<'_>) -> Result<Vec<TensorType>, OpError> {
                 })?;
             }
             cx.stat(0, 4)?;
+            if x.len() == 7 {
+                cx.stat(0, 6)?;
+            }
             Ok(vec![x[0].clone(), x[1].clone(), x[2].clone()])
         }
         _ => cx.stranger(),
@@ -107,7 +110,15 @@ fn rule(b: &mut Builder, kind: &OpKind, x: &[TensorType], _: &[TensorType]) {
                 b.result(&of).result(&lse);
             } else {
                 b.operand(&of).operand(&lse).operand(&of);
-                b.result(&qf).result(&kf).result(&vf).linear(&[&[5]]);
+                // Both gradients that come in add up to those that go out.
+                let incoming: &[usize] = match x.len() {
+                    7 => &[5, 6],
+                    _ => &[5],
+                };
+                if x.len() == 7 {
+                    b.operand(&lse);
+                }
+                b.result(&qf).result(&kf).result(&vf).linear(&[incoming]);
             }
         }
         _ => {}
@@ -178,7 +189,6 @@ fn work(op: &Lengths<'_>) -> Work {
 }
 
 fn gradient(arm: &mut Arm<'_>, i: usize) -> Result<Gradients, GraphError> {
-    let dy = arm.only_gradient()?;
     let gradient = match &arm.op.kind {
         // A rotation's transpose is its inverse.
         OpKind::Rotary {
@@ -195,9 +205,11 @@ fn gradient(arm: &mut Arm<'_>, i: usize) -> Result<Gradients, GraphError> {
                 part: *part,
                 order: *order,
             };
+            let dy = arm.only_gradient()?;
             arm.emit("x", kind, &[dy])?
         }
-        // The scores are computed again from q, k and lse.
+        // The scores are computed again from q, k and lse. The loss may depend on lse too, as it does
+        // where an attention sink takes a share of each row.
         OpKind::Attention {
             scale,
             dropout,
@@ -213,11 +225,12 @@ fn gradient(arm: &mut Arm<'_>, i: usize) -> Result<Gradients, GraphError> {
                 keys: Keys::All,
                 bounds: *bounds,
             };
-            let d = arm.emit_all(
-                "qkv",
-                kind,
-                &[arm.x(0), arm.x(1), arm.x(2), arm.y(0), arm.y(1), dy],
-            )?;
+            let [Some(dy), dlse] = *arm.results else {
+                return arm.undefined("the loss depends on its log-sum-exp alone");
+            };
+            let mut operands = vec![arm.x(0), arm.x(1), arm.x(2), arm.y(0), arm.y(1), dy];
+            operands.extend(dlse);
+            let d = arm.emit_all("qkv", kind, &operands)?;
             return Ok(d.into_iter().enumerate().collect());
         }
         _ => return not_forward(arm),

@@ -7,7 +7,10 @@ pub(super) static FAMILY: Family = Family {
     rule,
     work,
     gradient,
-    groups: singly,
+    groups: |op| match op.kind {
+        OpKind::ClampedSwiglu { .. } => together(op),
+        _ => singly(op),
+    },
 };
 
 fn infer(cx: &Operands<'_>) -> Result<Vec<TensorType>, OpError> {
@@ -43,10 +46,19 @@ fn infer(cx: &Operands<'_>) -> Result<Vec<TensorType>, OpError> {
             cx.float(0)?;
             let (a, b) = (&x[0].shape.0, &x[1].shape.0);
             let rows = !a.is_empty() && a[..a.len() - 1] == b[..];
-            cx.ensure(x[0].dtype == x[1].dtype && rows, || {
+            let typed = x[1].dtype == x[0].dtype || x[1].dtype == DType::F32;
+            cx.ensure(typed && rows, || {
                 format!("{} does not have a number for each row of {}", x[1], x[0])
             })?;
             one(x[0].clone())
+        }
+        OpKind::ClampedSwiglu { alpha, limit } => {
+            cx.clamps(*alpha, *limit)?;
+            one(x[0].clone())
+        }
+        OpKind::ClampedSwigluGrad { alpha, limit } => {
+            cx.clamps(*alpha, *limit)?;
+            Ok(vec![x[0].clone(), x[1].clone()])
         }
         OpKind::Dropout { p, order, .. } => {
             cx.float(0)?;
@@ -96,6 +108,15 @@ fn rule(b: &mut Builder, kind: &OpKind, x: &[TensorType], _: &[TensorType]) {
             let rows = &f[..f.len() - 1];
             b.operand(&f).operand(rows).result(&f).linear(&[&[0], &[1]]);
         }
+        OpKind::ClampedSwiglu { .. } => {
+            let f = b.free(&dims(&x[0]));
+            b.operand(&f).operand(&f).result(&f);
+        }
+        OpKind::ClampedSwigluGrad { .. } => {
+            let f = b.free(&dims(&x[0]));
+            b.operand(&f).operand(&f).operand(&f);
+            b.result(&f).result(&f).linear(&[&[2]]);
+        }
         OpKind::Binary { f: fun } => {
             let f = b.free(&dims(&x[0]));
             let tail = &f[f.len() - x[1].shape.rank()..];
@@ -130,6 +151,8 @@ fn work(op: &Lengths<'_>) -> Work {
             w
         }
         OpKind::ScaleRows => op.vector(1.0, &x[0]),
+        OpKind::ClampedSwiglu { .. } => op.vector(48.0, &x[0]),
+        OpKind::ClampedSwigluGrad { .. } => op.vector(56.0, &x[0]),
         OpKind::Dropout { .. } => op.vector(6.0, &x[0]),
         _ => Work::default(),
     }
@@ -153,7 +176,23 @@ fn gradient(arm: &mut Arm<'_>, i: usize) -> Result<Gradients, GraphError> {
         OpKind::ScaleRows => {
             let product = arm.emit("scales_mul", binary(Binary::Mul), &[dy, arm.x(0)])?;
             let last = arm.shape(arm.x(0)).rank() - 1;
-            arm.emit("scales", sum(vec![last]), &[product])?
+            let dtype = arm.graph.ty(arm.x(1)).dtype;
+            match arm.graph.ty(product).dtype == dtype {
+                true => arm.emit("scales", sum(vec![last]), &[product])?,
+                // Summed up in the scales' own type, f32.
+                false => {
+                    let wide = arm.emit("scales_cast", OpKind::Cast { dtype }, &[product])?;
+                    arm.emit("scales", sum(vec![last]), &[wide])?
+                }
+            }
+        }
+        OpKind::ClampedSwiglu { alpha, limit } => {
+            let kind = OpKind::ClampedSwigluGrad {
+                alpha: *alpha,
+                limit: *limit,
+            };
+            let both = arm.emit_all("gate_up", kind, &[arm.x(0), arm.x(1), dy])?;
+            return Ok(both.into_iter().enumerate().collect());
         }
         // Linear with a fixed mask: the same op with the same key.
         OpKind::Dropout { .. } => arm.emit("x", arm.op.kind.clone(), &[dy])?,
@@ -212,8 +251,10 @@ fn binary_gradient(
         (Binary::Mul, 0) => arm.emit("lhs", binary(Binary::Mul), &[dy, b]),
         (Binary::Add, _) => sum_leading(arm, "rhs", n_leading, dy),
         (Binary::Sub, _) => {
-            let summed = sum_leading(arm, "rhs_sum", n_leading, dy)?;
-            arm.emit("rhs", OpKind::Unary { f: Unary::Neg }, &[summed])
+            // The sum comes last, so that a parameter's gradient is one that ranks may leave partial.
+            let what = if n_leading == 0 { "rhs" } else { "rhs_neg" };
+            let negative = arm.emit(what, OpKind::Unary { f: Unary::Neg }, &[dy])?;
+            sum_leading(arm, "rhs", n_leading, negative)
         }
         (Binary::Mul, _) => {
             let product = arm.emit(
@@ -238,5 +279,20 @@ fn sum_leading(
     match n_leading {
         0 => Ok(x),
         n => arm.emit(what, sum((0..n).collect()), &[x]),
+    }
+}
+
+impl Operands<'_> {
+    /// All operands are floats of one type, and the figures of a clamped activation make sense.
+    fn clamps(&self, alpha: f64, limit: f64) -> Result<(), OpError> {
+        self.float(0)?;
+        self.ensure(self.x.iter().all(|x| *x == self.x[0]), || {
+            let types: Vec<String> = self.x.iter().map(TensorType::to_string).collect();
+            format!("types differ: {}", types.join(", "))
+        })?;
+        self.ensure(alpha.is_finite(), || format!("alpha {alpha} is not finite"))?;
+        self.ensure(limit.is_finite() && limit > 0.0, || {
+            format!("limit {limit} is not positive")
+        })
     }
 }

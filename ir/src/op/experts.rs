@@ -70,6 +70,15 @@ fn infer(cx: &Operands<'_>) -> Result<Vec<TensorType>, OpError> {
             cx.is_slots_of(&out, 1)?;
             one(out)
         }
+        OpKind::ExpertBias => {
+            cx.of_experts(0)?;
+            let (y, dtype) = (&x[0].shape.0, x[0].dtype);
+            let expected = TensorType::new(dtype, Shape(vec![y[0], y[3]]));
+            cx.ensure(x[1] == expected, || {
+                format!("bias {} is not {expected}, a row for each expert", x[1])
+            })?;
+            one(x[0].clone())
+        }
         OpKind::GateGrad => {
             cx.of_experts(0)?;
             cx.tokens(1)?;
@@ -123,6 +132,11 @@ fn rule(b: &mut Builder, kind: &OpKind, x: &[TensorType], y: &[TensorType]) {
             let sets: &[&[usize]] = &[&[0], &[2]];
             b.linear(&sets[..x.len() - 1]);
         }
+        OpKind::ExpertBias => {
+            let f = b.free(&dims(&x[0]));
+            let rows = [f[0], f[3]];
+            b.operand(&f).operand(&rows).result(&f).linear(&[&[0, 1]]);
+        }
         OpKind::GateGrad => {
             let e = b.expert_factors(&x[0], &x[2]);
             b.operand(&e.experts).operand(&e.tokens).operand(&e.slots);
@@ -140,6 +154,7 @@ fn work(op: &Lengths<'_>) -> Work {
         OpKind::RouteGrad { .. } => op.vector(44.0, &x[0]),
         OpKind::Dispatch { .. } => op.vector(1.0, &y[0]),
         OpKind::Combine => op.vector(2.0, &x[0]),
+        OpKind::ExpertBias => op.vector(1.0, &x[0]),
         OpKind::GateGrad => op.vector(2.0, &x[0]),
         _ => Work::default(),
     }
@@ -191,6 +206,8 @@ fn gradient(arm: &mut Arm<'_>, i: usize) -> Result<Gradients, GraphError> {
             let operands = [&[dy], &arm.op.inputs[1..]].concat();
             arm.emit("x", kind, &operands)?
         }
+        OpKind::ExpertBias if i == 0 => dy,
+        OpKind::ExpertBias => arm.emit("bias", sum(vec![1, 2]), &[dy])?,
         OpKind::Combine => arm.emit("gates", OpKind::GateGrad, &[arm.x(0), dy, arm.x(1)])?,
         _ => return not_forward(arm),
     };

@@ -253,8 +253,26 @@ pub enum OpKind {
         f: Binary,
     },
     /// Rows times a number each: `(x[.., H], scales[..]) -> x * scales`, where `scales` has the dims
-    /// of `x` but the last (the gate of Qwen2-MoE's shared expert).
+    /// of `x` but the last, and its type or f32 (the gate of Qwen2-MoE's shared expert; the share of an
+    /// attention that its sink leaves).
     ScaleRows,
+    /// A gated activation whose operands are kept within bounds: `(gate, up) -> y` of one shape, with
+    /// `g = min(gate, limit)` and `u = min(max(up, -limit), limit)`: `y = (u + 1) g sigmoid(alpha g)`
+    /// (gpt-oss, OpenAI 2025).
+    ClampedSwiglu {
+        /// Factor within the sigmoid.
+        alpha: f64,
+        /// The bound, above zero.
+        limit: f64,
+    },
+    /// Gradient of `ClampedSwiglu`: `(gate, up, dy) -> (dgate, dup)`, with its attributes. Zero beyond
+    /// the bounds, not on them.
+    ClampedSwigluGrad {
+        /// Factor within the sigmoid.
+        alpha: f64,
+        /// The bound, above zero.
+        limit: f64,
+    },
     /// Copies over new leading dims: `(x[..]) -> [leading.., x..]`.
     Broadcast {
         /// The leading dims (may contain the batch).
@@ -442,7 +460,8 @@ pub enum OpKind {
         #[serde(default, skip_serializing_if = "Bounds::are_none")]
         bounds: Bounds,
     },
-    /// Gradient of `Attention`: `(q, k, v, o, lse, do) -> (dq, dk, dv)`.
+    /// Gradient of `Attention`: `(q, k, v, o, lse, do) -> (dq, dk, dv)`, with a seventh operand `dlse`
+    /// like `lse` where the loss depends on the log-sum-exp too.
     AttentionGrad {
         /// Multiplies the scores.
         scale: f64,
@@ -533,6 +552,8 @@ pub enum OpKind {
     /// -> [B,S,H]`; with a third operand `gates f32[B,S,k]` each row times its gate. Dropped
     /// choices add nothing.
     Combine,
+    /// A bias for each expert, added to all its slots, empty ones too: `(y[E,B,C,H], bias[E,H]) -> y`.
+    ExpertBias,
     /// Gradient of `Dispatch` and `Combine` for the gates: `(y[E,B,C,H], x[B,S,H], slots
     /// i32[B,S,k]) -> f32[B,S,k]`, products of slots and tokens; zero for dropped choices.
     GateGrad,
@@ -606,6 +627,8 @@ impl OpKind {
             OpKind::Unary { .. } => "unary",
             OpKind::Binary { .. } => "binary",
             OpKind::ScaleRows => "scale_rows",
+            OpKind::ClampedSwiglu { .. } => "clamped_swiglu",
+            OpKind::ClampedSwigluGrad { .. } => "clamped_swiglu_grad",
             OpKind::Broadcast { .. } => "broadcast",
             OpKind::Reduce { .. } => "reduce",
             OpKind::Reshape { .. } => "reshape",
@@ -643,6 +666,7 @@ impl OpKind {
             OpKind::RouteGrad { .. } => "route_grad",
             OpKind::Dispatch { .. } => "dispatch",
             OpKind::Combine => "combine",
+            OpKind::ExpertBias => "expert_bias",
             OpKind::GateGrad => "gate_grad",
             OpKind::Accumulate { .. } => "accumulate",
             OpKind::SumSquares => "sum_squares",
@@ -694,6 +718,8 @@ impl OpKind {
             | OpKind::Unary { .. }
             | OpKind::Binary { .. }
             | OpKind::ScaleRows
+            | OpKind::ClampedSwiglu { .. }
+            | OpKind::ClampedSwigluGrad { .. }
             | OpKind::Dropout { .. }
             | OpKind::Accumulate { .. } => &elementwise::FAMILY,
             OpKind::Broadcast { .. }
@@ -729,6 +755,7 @@ impl OpKind {
             | OpKind::RouteGrad { .. }
             | OpKind::Dispatch { .. }
             | OpKind::Combine
+            | OpKind::ExpertBias
             | OpKind::GateGrad => &experts::FAMILY,
             OpKind::SumSquares
             | OpKind::GlobalNorm
@@ -762,6 +789,8 @@ impl OpKind {
             OpKind::Stack { .. } | OpKind::GlobalNorm => 1..=usize::MAX,
             OpKind::Binary { .. }
             | OpKind::ScaleRows
+            | OpKind::ClampedSwiglu { .. }
+            | OpKind::ExpertBias
             | OpKind::Join
             | OpKind::DotGeneral { .. }
             | OpKind::Conv2d { .. }
@@ -777,6 +806,7 @@ impl OpKind {
             OpKind::Dispatch { .. } | OpKind::Combine => 2..=3,
             OpKind::LayerNorm { .. }
             | OpKind::GroupNorm { .. }
+            | OpKind::ClampedSwigluGrad { .. }
             | OpKind::RmsNormGradWeight
             | OpKind::CrossEntropy
             | OpKind::RouteGrad { .. }
@@ -793,8 +823,9 @@ impl OpKind {
             // What the part before has summed up comes last.
             OpKind::Attention { keys, .. } if keys.continues() => 5..=5,
             OpKind::Attention { .. } => 3..=3,
-            OpKind::AttentionGrad { keys, .. } if keys.continues() => 7..=7,
-            OpKind::AttentionGrad { .. } => 6..=6,
+            // The gradient of the log-sum-exp may be left out.
+            OpKind::AttentionGrad { keys, .. } if keys.continues() => 7..=8,
+            OpKind::AttentionGrad { .. } => 6..=7,
             _ => 1..=1,
         }
     }
@@ -809,6 +840,7 @@ impl OpKind {
             | OpKind::AdamW { .. } => Some(3),
             OpKind::LayerNormGradWeight
             | OpKind::GroupNormGradWeight
+            | OpKind::ClampedSwigluGrad { .. }
             | OpKind::RmsNorm { .. }
             | OpKind::Attention { .. }
             | OpKind::Route { .. }
@@ -889,6 +921,8 @@ impl OpKind {
                 | OpKind::Unary { .. }
                 | OpKind::Binary { .. }
                 | OpKind::ScaleRows
+                | OpKind::ClampedSwiglu { .. }
+                | OpKind::ExpertBias
                 | OpKind::LayerNorm { .. }
                 | OpKind::RmsNorm { .. }
                 | OpKind::GroupNorm { .. }

@@ -187,8 +187,19 @@ impl Builder {
             false => self.op(dispatch, &[n, slots]),
         };
         let (w1, w2) = (self.param(&[experts, h, f]), self.param(&[experts, f, h]));
-        y = self.einsum("ebch,ehf->ebcf", y, w1);
-        y = self.activation(y);
+        let up = self.einsum("ebch,ehf->ebcf", y, w1);
+        // Three experts have biases, and gates within bounds.
+        y = match experts == 3 {
+            true => {
+                let w3 = self.param(&[experts, h, f]);
+                let gate = self.einsum("ebch,ehf->ebcf", y, w3);
+                let bias = self.param_init(&[experts, f], Init::Normal { std: 0.5 });
+                let up = self.op(OpKind::ExpertBias, &[up, bias]);
+                let (alpha, limit) = (1.7, 0.4);
+                self.op(OpKind::ClampedSwiglu { alpha, limit }, &[gate, up])
+            }
+            false => self.activation(up),
+        };
         y = self.einsum("ebcf,efh->ebch", y, w2);
         let y = match before && self.rng.one_in(2) {
             true => self.op(OpKind::Combine, &[y, slots]),
@@ -261,7 +272,7 @@ impl Builder {
             cap: (d == 2 && grouped).then_some(2.0),
             alibi: kv == 3,
         };
-        let o = self.op(
+        let attended = self.ops(
             OpKind::Attention {
                 scale,
                 dropout,
@@ -272,6 +283,15 @@ impl Builder {
             },
             &[q, k, v],
         );
+        let mut o = attended[0];
+        // Two heads have sinks.
+        if kv == 2 {
+            let heads: &[u64] = if grouped { &[kv, groups] } else { &[kv] };
+            let sinks = self.param_init(heads, Init::Normal { std: 0.5 });
+            let gap = self.binary(Binary::Sub, attended[1], sinks);
+            let share = self.unary(Unary::Sigmoid, gap);
+            o = self.op(OpKind::ScaleRows, &[o, share]);
+        }
         let d = match self.dims(o).last() {
             Some(Dim::Fixed(n)) => *n,
             _ => d,

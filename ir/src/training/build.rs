@@ -709,7 +709,8 @@ fn wants_one_dtype(kind: &OpKind) -> bool {
     matches!(
         kind,
         OpKind::Binary { .. }
-            | OpKind::ScaleRows
+            | OpKind::ClampedSwiglu { .. }
+            | OpKind::ExpertBias
             | OpKind::Join
             | OpKind::Stack { .. }
             | OpKind::DotGeneral { .. }

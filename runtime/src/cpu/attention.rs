@@ -13,7 +13,7 @@
 //!
 //! Only the scores of [`BLOCK`] rows of one head exist at a time, up to the last key the block
 //! sees. The backward pass recomputes the probabilities from `lse`, as in FlashAttention (Dao et
-//! al. 2022); with `delta_i = <do_i, o_i>`,
+//! al. 2022); with `delta_i = <do_i, o_i> - dlse_i`, as `p_ij` is the derivative of `lse_i` by `s_ij`,
 //!
 //! ```text
 //!   p_ij = exp(s_ij - lse_i)          ds_ij = p_ij * (drop_ij * <do_i, v_j> - delta_i)
@@ -146,6 +146,8 @@ pub struct Upstream<'a> {
     pub lse: &'a [f32],
     /// Gradient with respect to `o`.
     pub d_o: &'a [f32],
+    /// Gradient with respect to `lse`, `[B, S, K, G]`, where it has one.
+    pub d_lse: Option<&'a [f32]>,
 }
 
 /// Where the gradients go; overwritten. Keys that no row sees get zero.
@@ -190,6 +192,8 @@ pub fn backward(
     let dims = attention.check();
     assert_eq!(upstream.o.len(), dims.o_elements(), "elements of o");
     assert_eq!(upstream.lse.len(), dims.lse_elements(), "elements of lse");
+    let d_lse = upstream.d_lse.map_or(dims.lse_elements(), <[f32]>::len);
+    assert_eq!(d_lse, dims.lse_elements(), "elements of d_lse");
     assert_eq!(upstream.d_o.len(), dims.o_elements(), "elements of d_o");
     assert_eq!(gradients.dq.len(), dims.q_elements(), "elements of dq");
     assert_eq!(gradients.dk.len(), dims.k_elements(), "elements of dk");
@@ -409,7 +413,9 @@ impl Head {
         let i = block.first + r;
         let row = self.query_row(block.g, i);
         let elements = row * self.dims.value_dim..(row + 1) * self.dims.value_dim;
-        let delta = dot(&upstream.o[elements.clone()], &upstream.d_o[elements]) as f32;
+        let product = dot(&upstream.o[elements.clone()], &upstream.d_o[elements]);
+        let d_lse = upstream.d_lse.map_or(0.0, |d_lse| f64::from(d_lse[row]));
+        let delta = (product - d_lse) as f32;
         let (lse, scale) = (upstream.lse[row], attention.scale);
         let seen = self.dims.visible(i);
         for masked in [&mut *p, &mut *ds] {

@@ -11,6 +11,8 @@ struct Case {
     k: Vec<f32>,
     v: Vec<f32>,
     d_o: Vec<f32>,
+    /// The gradient of the log-sum-exp; none where it is empty.
+    d_lse: Vec<f32>,
     /// The loss of scores with the distance, by head; none where it is empty.
     slopes: Vec<f32>,
 }
@@ -69,8 +71,15 @@ impl Case {
             k: numbers(1, dims.k_elements()),
             v: numbers(2, dims.v_elements()),
             d_o: numbers(3, dims.o_elements()),
+            d_lse: Vec::new(),
             slopes: Vec::new(),
         }
+    }
+
+    /// The same with a gradient of the log-sum-exp.
+    fn with_d_lse(mut self) -> Self {
+        self.d_lse = random(99, self.dims.lse_elements());
+        self
     }
 
     /// The same with another slope for each head.
@@ -105,6 +114,7 @@ impl Case {
             o: &o,
             lse: &lse,
             d_o: &self.d_o,
+            d_lse: (!self.d_lse.is_empty()).then_some(&self.d_lse),
         };
         let gradients = Gradients {
             dq: &mut dq,
@@ -133,6 +143,7 @@ impl Case {
             k: kv(&self.k),
             v: kv(&self.v),
             d_o: q(&self.d_o),
+            d_lse: q(&self.d_lse),
             slopes: (self.slopes.chunks(d.groups))
                 .skip(k.start)
                 .take(k.len())
@@ -265,6 +276,7 @@ fn equals_the_reference() {
             k: elements(&entry["inputs"]["k"]),
             v: elements(&entry["inputs"]["v"]),
             d_o: elements(&entry["upstream"]["out"]),
+            d_lse: Vec::new(),
             slopes: Vec::new(),
         };
         let results = case.run(entry["attrs"]["scale"].as_f64().unwrap() as f32, None, 1);
@@ -305,17 +317,19 @@ fn forward_equals_the_definition() {
 fn backward_equals_finite_differences() {
     for (seed, (dims, slopes)) in both().enumerate() {
         let case = Case::random(40 + seed as u64, dims);
-        let case = if slopes { case.sloped() } else { case };
+        let case = match slopes {
+            true => case.sloped().with_d_lse(),
+            false => case,
+        };
         for drop in [false, true] {
             let results = case.run(0.7, drop.then_some(&coin as &Dropout<'_>), 1);
             let inputs = [wide(&case.q), wide(&case.k), wide(&case.v)];
             let loss = |inputs: &[Vec<f64>; 3]| -> f64 {
                 let [q, k, v] = inputs;
-                let (o, _) = naive(dims, [q, k, v], &case.slopes, f64::from(0.7f32), drop);
-                o.iter()
-                    .zip(&case.d_o)
-                    .map(|(o, d)| o * f64::from(*d))
-                    .sum()
+                let (o, lse) = naive(dims, [q, k, v], &case.slopes, f64::from(0.7f32), drop);
+                let seen = lse.iter().zip(&case.d_lse).filter(|(l, _)| l.is_finite());
+                let all = o.iter().zip(&case.d_o).chain(seen);
+                all.map(|(y, d)| y * f64::from(*d)).sum()
             };
             for (which, gradient) in [&results.dq, &results.dk, &results.dv]
                 .into_iter()
@@ -348,7 +362,7 @@ fn shards_of_batch_and_heads_equal_the_whole_bit_for_bit() {
         with_values(dims([2, 70, 70, 3, 2, 12], 0, 70), 7),
         windowed(dims([2, 70, 70, 3, 2, 12], 0, 70), 9),
     ] {
-        let case = Case::random(5, d).sloped();
+        let case = Case::random(5, d).sloped().with_d_lse();
         let whole = case.run(0.4, None, 1);
         for (b, k) in [
             (0..1, 0..3),
@@ -387,7 +401,7 @@ fn query_rows_alone_equal_the_whole_bit_for_bit() {
 }
 
 fn rows_equal_the_whole(d: AttentionDims) {
-    let case = Case::random(6, d).sloped();
+    let case = Case::random(6, d).sloped().with_d_lse();
     let whole = case.run(2.0, None, 1);
     for rows in [0..1, 3..70, 100..101, 200..333, 250..560, 559..560] {
         let ranges = [0..2, rows, 0..2];
@@ -470,6 +484,7 @@ fn throughput() {
             o: &o,
             lse: &lse,
             d_o: &case.d_o,
+            d_lse: None,
         };
         backward(&attention, upstream, Gradients { dq, dk, dv }, 1);
     }
@@ -489,7 +504,7 @@ fn parts_of_the_keys_merge_to_the_whole() {
 fn parts_merge(d: AttentionDims) {
     let (cut, scale) = (5, 0.7);
     let doubled = |x: &[f32]| x.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
-    let whole = Case::random(11, d).sloped();
+    let whole = Case::random(11, d).sloped().with_d_lse();
     let all = whole.run(scale, None, 1);
     let half = |keys: std::ops::Range<usize>| {
         let d = whole.dims;
@@ -506,6 +521,7 @@ fn parts_merge(d: AttentionDims) {
             k: kv(&whole.k),
             v: kv(&whole.v),
             d_o: whole.d_o.clone(),
+            d_lse: whole.d_lse.clone(),
             slopes: whole.slopes.clone(),
         }
     };
@@ -524,6 +540,7 @@ fn parts_merge(d: AttentionDims) {
             o: &all.o,
             lse: &all.lse,
             d_o: &whole.d_o,
+            d_lse: Some(&whole.d_lse),
         };
         let gradients = Gradients {
             dq: &mut dq_part,

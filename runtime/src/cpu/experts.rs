@@ -325,6 +325,32 @@ pub fn gate_grad(y: &[f32], x: &[f32], slots: &[i32], s: Slots, out: &mut [f32])
     });
 }
 
+/// A bias for each expert on all its rows: `(y[experts, rows, width], bias[experts, width]) -> out`.
+///
+/// # Panics
+/// If `out` is not as long as `y`, or `y` not a multiple of `bias`.
+pub fn add_bias(y: &[f32], bias: &[f32], out: &mut [f32], width: usize) {
+    assert_eq!(y.len(), out.len(), "operand and result have one length");
+    if y.is_empty() {
+        return;
+    }
+    let of_expert = y.len() / (bias.len() / width);
+    assert_eq!(
+        of_expert * (bias.len() / width),
+        y.len(),
+        "experts have one length"
+    );
+    let experts = y
+        .chunks_exact(of_expert)
+        .zip(out.chunks_exact_mut(of_expert));
+    for ((y, out), bias) in experts.zip(bias.chunks_exact(width)) {
+        for (y, out) in y.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
+            let terms = out.iter_mut().zip(y.iter().zip(bias));
+            terms.for_each(|(out, (y, b))| *out = y + b);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::testing::{assert_close, random};
@@ -594,5 +620,21 @@ mod tests {
         combine(&out, &slots, None, s, &mut back);
         assert!(back[..4 * WIDTH].iter().all(|v| *v == 1.0));
         assert!(back[4 * WIDTH..].iter().all(|v| *v == 0.0));
+    }
+
+    #[test]
+    fn every_row_of_an_expert_gets_its_bias() {
+        // Three experts of four rows.
+        let (y, bias) = (random(71, 3 * 4 * WIDTH), random(72, 3 * WIDTH));
+        let naive: Vec<f64> = (0..y.len())
+            .map(|i| {
+                let of = i / (4 * WIDTH) * WIDTH + i % WIDTH;
+                f64::from(y[i]) + f64::from(bias[of])
+            })
+            .collect();
+        let mut out = vec![f32::NAN; y.len()];
+        add_bias(&y, &bias, &mut out, WIDTH);
+        assert_close(&out, &naive, 6e-8, "rows");
+        add_bias(&[], &bias, &mut [], WIDTH);
     }
 }

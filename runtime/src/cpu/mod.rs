@@ -13,6 +13,7 @@
 //! The only `unsafe` code is the call in [`gemm`].
 
 pub mod attention;
+pub mod clamped;
 pub mod conv;
 pub mod elementwise;
 pub mod embedding;

@@ -56,6 +56,7 @@ pub(super) fn configs() -> Vec<Vec<u8>> {
         "gpt_neox/config.json",
         "nemotron/config.json",
         "bloom/config.json",
+        "gpt_oss/config.json",
         "deepseek_v2_groups/config.json",
         "deepseek_v3/config.json",
         "phi3/config.json",

@@ -74,7 +74,7 @@ fn computed(
     inputs: &[BufferId],
     outputs: &[BufferId],
 ) -> Option<Vec<Step>> {
-    if !ops::has_kernel(kind) {
+    if !ops::has_kernel(kind, inputs.len()) {
         return None;
     }
     if kind.is_source() {

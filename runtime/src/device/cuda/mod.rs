@@ -191,8 +191,10 @@ fn allow_shared(function: &CudaFunction, call: &Call) -> Result<(), RuntimeError
 pub fn check(program: &Program) -> Result<(), RuntimeError> {
     for role in &program.roles {
         for instruction in role.templates.iter().flat_map(|t| &t.instructions) {
-            if let InstrKind::Compute { path, kind, .. } = &instruction.kind
-                && !ops::has_kernel(kind)
+            if let InstrKind::Compute {
+                path, kind, inputs, ..
+            } = &instruction.kind
+                && !ops::has_kernel(kind, inputs.len())
             {
                 return Err(RuntimeError::Kernel {
                     op: format!("{path} ({})", kind.name()),

@@ -58,11 +58,13 @@ impl Call<'_> {
         let threads = self.cx.threads;
         let parts = Parts::new(self, attend);
         let (o, lse, d_o) = (self.x(3), self.x(4), self.x(5));
+        let d_lse = (self.inputs.len() > 6).then(|| self.x(6));
         let Some(pieces) = &parts.pieces else {
             let upstream = Upstream {
                 o: &o,
                 lse: &lse,
                 d_o: &d_o,
+                d_lse: d_lse.as_deref(),
             };
             return parts.call(&parts.q, parts.dims, |a| {
                 attention::backward(a, upstream, Gradients { dq, dk, dv }, threads);
@@ -73,10 +75,12 @@ impl Call<'_> {
         for run in pieces {
             let (q, dims) = parts.queries(*run);
             let [o, lse, d_o] = [&o, &lse, &d_o].map(|x| parts.take(*run, x));
+            let d_lse = d_lse.as_ref().map(|x| parts.take(*run, x));
             let upstream = Upstream {
                 o: &o,
                 lse: &lse,
                 d_o: &d_o,
+                d_lse: d_lse.as_deref(),
             };
             let mut dq_piece = vec![0.0; dims.q_elements()];
             let (mut dk_piece, mut dv_piece) = (vec![0.0; dk.len()], vec![0.0; dv.len()]);

@@ -74,6 +74,7 @@ impl Call<'_> {
                 let s = lengths(self.local(0), locals[0], self.local(1));
                 experts::combine(&x(0), self.ids(1)?, gates.as_deref(), s, outs[0])
             }
+            OpKind::ExpertBias => experts::add_bias(&x(0), &x(1), outs[0], self.width(0)),
             OpKind::GateGrad => {
                 let s = lengths(self.local(0), self.local(1), self.local(2));
                 experts::gate_grad(&x(0), &x(1), self.ids(2)?, s, outs[0])

@@ -2,6 +2,7 @@
 
 use super::Call;
 use super::attend::Attend;
+use crate::cpu::clamped::Clamped;
 use crate::cpu::{elementwise, embedding, layout, loss, matmul, norm, optimizer, rotary};
 use crate::error::RuntimeError;
 use crate::execute::local::{Local, widen};
@@ -49,6 +50,18 @@ impl Call<'_> {
                 elementwise::binary(binary(*f), &self.x(0), &self.x(1), outs[0])
             }
             OpKind::ScaleRows => elementwise::scale_rows(&self.x(0), &self.x(1), outs[0]),
+            OpKind::ClampedSwiglu { alpha, limit } => {
+                let (alpha, limit) = (*alpha, *limit);
+                Clamped { alpha, limit }.swiglu(&self.x(0), &self.x(1), outs[0]);
+            }
+            OpKind::ClampedSwigluGrad { alpha, limit } => {
+                let (alpha, limit) = (*alpha, *limit);
+                let [dgate, dup] = outs else {
+                    return Err(self.error("has two results"));
+                };
+                let operands = [&self.x(0)[..], &self.x(1), &self.x(2)];
+                Clamped { alpha, limit }.swiglu_grad(operands, [dgate, dup]);
+            }
             OpKind::Reduce { kind, dims } => self.reduce(*kind, dims, outs[0])?,
             OpKind::DotGeneral { einsum } => {
                 let (lhs, rhs) = (self.x(0), self.x(1));
@@ -156,6 +169,7 @@ impl Call<'_> {
             OpKind::RouteGrad { .. }
             | OpKind::Dispatch { .. }
             | OpKind::Combine
+            | OpKind::ExpertBias
             | OpKind::GateGrad => self.experts(outs, locals)?,
             OpKind::Conv2d { .. }
             | OpKind::Conv2dGradInput { .. }

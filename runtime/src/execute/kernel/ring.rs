@@ -43,21 +43,26 @@ impl Call<'_> {
     /// gradients of these keys and values.
     pub(super) fn attend_grad_part(&self, attend: Attend<'_>, keys: Keys, outs: &mut [&mut [f32]]) {
         let [dq, dk, dv] = outs else { return };
+        // What the parts before have summed up comes last.
+        let own = self.inputs.len() - usize::from(keys.continues());
         match keys.continues() {
-            true => dq.copy_from_slice(&self.x(6)),
+            true => dq.copy_from_slice(&self.x(own)),
             false => dq.fill(0.0),
         }
         dk.fill(0.0);
         dv.fill(0.0);
         let parts = Parts::new(self, attend);
         let (o, lse, d_o) = (self.x(3), self.x(4), self.x(5));
+        let d_lse = (own > 6).then(|| self.x(6));
         let threads = self.cx.threads;
         for pair in pairs(self, &parts, attend) {
             let [o, lse, d_o] = [&o, &lse, &d_o].map(|x| parts.take(pair.queries, x));
+            let d_lse = d_lse.as_ref().map(|x| parts.take(pair.queries, x));
             let upstream = Upstream {
                 o: &o,
                 lse: &lse,
                 d_o: &d_o,
+                d_lse: d_lse.as_deref(),
             };
             let mut dq_part = vec![0.0; pair.dims.q_elements()];
             let mut dk_part = vec![0.0; pair.dims.k_elements()];

@@ -203,8 +203,13 @@ fn chunks(order: SequenceOrder, len: u64) -> [i64; 2] {
     }
 }
 
-/// Whether there are kernels for an op; sources need none.
-pub(super) fn has_kernel(kind: &OpKind) -> bool {
+/// Whether there are kernels for an op of so many operands; sources need none.
+pub(super) fn has_kernel(kind: &OpKind, operands: usize) -> bool {
+    // So is the gradient of an attention whose log-sum-exp has one, as attention sinks want it.
+    let own = 6 + usize::from(kind.keys().continues());
+    if matches!(kind, OpKind::AttentionGrad { .. }) && operands > own {
+        return false;
+    }
     // Windows, caps and slopes of scores are those of CPU ranks.
     if let OpKind::Attention { bounds, .. } | OpKind::AttentionGrad { bounds, .. } = kind {
         return bounds.are_none();
@@ -224,6 +229,9 @@ pub(super) fn has_kernel(kind: &OpKind) -> bool {
             | OpKind::RouteGrad { .. }
             | OpKind::Dispatch { .. }
             | OpKind::Combine
+            | OpKind::ExpertBias
+            | OpKind::ClampedSwiglu { .. }
+            | OpKind::ClampedSwigluGrad { .. }
             | OpKind::GateGrad
     )
 }
@@ -237,5 +245,30 @@ fn may_share(kind: &OpKind, operand: usize, same_lengths: bool) -> bool {
         OpKind::Binary { .. } => same_lengths,
         OpKind::ScaleRows | OpKind::CrossEntropyGrad => operand == 0,
         _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ir::op::Keys;
+
+    /// The kernels know of no gradient of the log-sum-exp, and must not leave it out.
+    #[test]
+    fn attention_with_a_gradient_of_its_log_sum_exp_has_no_kernel() {
+        let gradient = |keys| OpKind::AttentionGrad {
+            scale: 1.0,
+            dropout: 0.0,
+            key: "attend".into(),
+            order: SequenceOrder::Natural,
+            keys,
+            bounds: Default::default(),
+        };
+        let part = |step| Keys::Ring { step, ranks: 2 };
+        assert!(has_kernel(&gradient(Keys::All), 6));
+        assert!(!has_kernel(&gradient(Keys::All), 7));
+        assert!(has_kernel(&gradient(part(1)), 7));
+        assert!(!has_kernel(&gradient(part(1)), 8));
+        assert!(!has_kernel(&gradient(part(0)), 7));
     }
 }
