@@ -97,8 +97,10 @@ pub fn stratum(row: &Row) -> String {
 pub struct Stratum {
     /// The GPU family and the source.
     pub name: String,
-    /// The number of rows.
+    /// The number of rows that have a prediction.
     pub n: usize,
+    /// The number of rows that have a measurement, predicted or not, by which it counts.
+    pub measured: usize,
     /// The mean absolute error of the step time.
     pub mape: f64,
     /// The median signed error of the step time.
@@ -116,11 +118,30 @@ pub struct Stratum {
 impl Stratum {
     /// Says whether the stratum counts in the mean over strata.
     pub fn counts(&self) -> bool {
-        self.n >= COUNTED_ROWS && !self.is_diagnostic
+        self.measured >= COUNTED_ROWS && !self.is_diagnostic
     }
 }
 
-/// Computes the errors by stratum, sorted by name.
+/// Computes the errors by stratum of a tier, which count by all rows of `all` that have a measurement: a
+/// row without a prediction makes no stratum smaller.
+pub fn strata_among(rows: &[Scored<'_>], tier: char, all: &[Row]) -> Vec<Stratum> {
+    let is_measured = |row: &&Row| {
+        let own = row.text("tier").and_then(|t| t.chars().next());
+        own == Some(tier) && row.measured("derived_step_time_s").is_some()
+    };
+    let mut measured: BTreeMap<String, usize> = BTreeMap::new();
+    for row in all.iter().filter(is_measured) {
+        *measured.entry(stratum(row)).or_default() += 1;
+    }
+    let of_tier: Vec<Scored<'_>> = rows.iter().filter(|s| s.tier == tier).cloned().collect();
+    let mut strata = strata(&of_tier);
+    for s in &mut strata {
+        s.measured = measured.get(&s.name).copied().unwrap_or(s.n);
+    }
+    strata
+}
+
+/// Computes the errors by stratum, sorted by name; all of their rows have a prediction.
 pub fn strata(rows: &[Scored<'_>]) -> Vec<Stratum> {
     let mut by_name: BTreeMap<&str, Vec<&Scored<'_>>> = BTreeMap::new();
     for row in rows {
@@ -137,6 +158,7 @@ pub fn strata(rows: &[Scored<'_>]) -> Vec<Stratum> {
             Stratum {
                 name: name.to_string(),
                 n: rows.len(),
+                measured: rows.len(),
                 mape: mean(&errors.iter().map(|e| e.abs()).collect::<Vec<_>>()).unwrap_or(0.0),
                 bias: median(&errors).unwrap_or(0.0),
                 no_skill: no_skill(&rows),
@@ -238,4 +260,40 @@ pub fn median(values: &[f64]) -> Option<f64> {
     sorted.sort_by(f64::total_cmp);
     let n = sorted.len();
     (n > 0).then(|| (sorted[(n - 1) / 2] + sorted[n / 2]) / 2.0)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)] // A test may stop at what it does not expect.
+
+    use super::*;
+
+    /// Two tables used to count by other rows, and had other means: one by those that have a
+    /// measurement, one by those that have a prediction, too.
+    #[test]
+    fn a_row_without_a_prediction_makes_no_stratum_smaller() {
+        let header = "row_id,tier,group,derived_step_time_s";
+        let cells: Vec<String> = (0..4).map(|i| format!("R{i},A,H100/source,2")).collect();
+        let table = format!("{header}\n{}\nR9,B,H100/source,2\n", cells.join("\n"));
+        let rows = published::row::rows(&published::csv::parse(&table).unwrap());
+        let predicted: Vec<Scored<'_>> = rows[..3]
+            .iter()
+            .map(|row| Scored {
+                row,
+                stratum: stratum(row),
+                tier: 'A',
+                measured_s: 2.0,
+                predicted_s: 3.0,
+                memory_gb: None,
+                memory: MemoryUse::default(),
+                measured_mfu: None,
+            })
+            .collect();
+        let alone = strata(&predicted);
+        assert_eq!((alone[0].n, alone[0].counts()), (3, false));
+        let among = strata_among(&predicted, 'A', &rows);
+        assert_eq!((among[0].n, among[0].measured), (3, 4));
+        assert_eq!(over_strata(&among, |s| Some(s.mape)), Some(0.5));
+        assert!(strata_among(&predicted, 'B', &rows).is_empty());
+    }
 }

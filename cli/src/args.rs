@@ -218,22 +218,33 @@ fn place(text: &str) -> Result<Place, String> {
     }
 }
 
-/// A share, given as `1%` or `0.01`.
+/// A share below the whole, given as `1%` or `0.01`.
 #[derive(Clone, Copy, Debug)]
 pub struct Share(pub f64);
 
 impl std::str::FromStr for Share {
     type Err = String;
     fn from_str(text: &str) -> Result<Self, String> {
-        let (number, unit) = match text.trim().strip_suffix('%') {
-            Some(percent) => (percent.trim_end(), 100.0),
-            None => (text.trim(), 1.0),
+        const RANGE: &str = "expected a share from 0% to below 100%, as 5% or 0.05";
+        let (number, percent) = match text.trim().strip_suffix('%') {
+            Some(percent) => (percent.trim_end(), true),
+            None => (text.trim(), false),
         };
-        let share = number.parse::<f64>().ok().map(|n| n / unit);
-        let share = share.filter(|share| (0.0..=1.0).contains(share));
-        share
-            .map(Share)
-            .ok_or_else(|| "accepted: a share from 0 to 1, such as 1% or 0.01".into())
+        let number = number.parse::<f64>().ok().filter(|n| !n.is_nan());
+        let Some(number) = number else {
+            return Err(format!("it is no share; {RANGE}"));
+        };
+        let share = if percent { number / 100.0 } else { number };
+        match (share, percent) {
+            (s, _) if (0.0..1.0).contains(&s) => Ok(Share(s)),
+            (s, _) if s < 0.0 => Err(format!("it is below zero; {RANGE}")),
+            // Most who write a number from 1 mean percent.
+            (s, false) if s < 100.0 => Err(format!(
+                "without `%` it is {} percent; {RANGE} (for {number} percent {number}%)",
+                s * 100.0
+            )),
+            _ => Err(format!("it is the whole or more; {RANGE}")),
+        }
     }
 }
 
@@ -628,7 +639,8 @@ pub struct RunArgs {
     /// has a GPU, else host].
     #[arg(long, value_enum)]
     pub fabric: Option<FabricArg>,
-    /// Training data: tokens of nanoGPT or llm.c (.bin), or text.
+    /// Training data: tokens of nanoGPT or llm.c (.bin), or text. A run that goes on from a checkpoint may
+    /// have other data than that was trained on: it says so, and goes on at the same sample number.
     #[arg(long)]
     pub data: PathBuf,
     /// A Hugging Face tokenizer.json for text; without it each byte is a token.

@@ -1,7 +1,8 @@
 //! How a command fails: an exit code, what is wrong, the place, and the way out.
 
 use crate::report;
-use miette::{LabeledSpan, NamedSource, SourceCode};
+use crate::snippet::Snippet;
+use miette::{LabeledSpan, SourceCode};
 use std::fmt;
 
 /// Exit codes of the command; documented in `--help` and in `docs/cli.md`.
@@ -47,16 +48,13 @@ struct Parts {
     exit: Exit,
     message: String,
     help: Option<String>,
-    source: Option<NamedSource<String>>,
+    source: Option<Snippet>,
     label: Option<LabeledSpan>,
 }
 
 /// Columns before the lines of a message, and of advice.
 const MARK: usize = 4;
 const HELP: usize = 8;
-/// Lines longer than this are not shown as the place of an error; a plan's graph is one line.
-const LONGEST_LINE_SHOWN: usize = 300;
-
 impl Failure {
     /// Makes a failure with a message, which names the file where there is one.
     pub fn new(exit: Exit, message: impl fmt::Display) -> Self {
@@ -87,21 +85,19 @@ impl Failure {
         len: usize,
         label: impl Into<String>,
     ) -> Self {
-        let start = floor_char(text, start.min(text.len()));
-        let line_start = text[..start].rfind('\n').map_or(0, |i| i + 1);
-        let line_end = text[start..].find('\n').map_or(text.len(), |i| start + i);
-        if line_end - line_start <= LONGEST_LINE_SHOWN {
-            let end = floor_char(text, start.saturating_add(len).min(line_end)).max(start);
-            self.0.source = Some(NamedSource::new(file, text.to_string()));
-            self.0.label = Some(LabeledSpan::new(Some(label.into()), start, end - start));
-        }
+        let end = start.saturating_add(len);
+        let snippet = Snippet::of(file, text, start..end, report::error_width());
+        let span = snippet.span();
+        self.0.label = Some(LabeledSpan::new(Some(label.into()), span.start, span.len()));
+        self.0.source = Some(snippet);
         self
     }
     /// Breaks message and advice into lines that fit with what is drawn before them, in a file or a pipe
     /// too, as people read those. No word is broken, so that a path stays in one piece.
     pub fn laid_out(mut self) -> Self {
         let within = |drawn: usize, text: &str| {
-            report::wrapped_within(report::error_width().saturating_sub(drawn), text)
+            let width = report::error_width().saturating_sub(drawn);
+            report::wrapped_within(width, &report::visible(text))
         };
         self.0.message = within(MARK, &self.0.message);
         self.0.help = self.0.help.take().map(|help| within(HELP, &help));
@@ -111,13 +107,6 @@ impl Failure {
     pub fn exit(&self) -> Exit {
         self.0.exit
     }
-}
-
-fn floor_char(text: &str, mut at: usize) -> usize {
-    while !text.is_char_boundary(at) {
-        at -= 1;
-    }
-    at
 }
 
 impl fmt::Display for Failure {

@@ -5,6 +5,7 @@
 //! * `files`, `document`, `places`: reading with limits and places, writing whole or not at all.
 //! * `model`, `cluster`, `train_spec`, `plan_file`: arguments to values.
 //! * `quantity`: amounts with units.
+//! * `snippet`: the lines of a file around the place of an error.
 //! * `commands`: one module per verb.
 //! * `report`: plans, memory and collectives in words and tables.
 //!
@@ -24,6 +25,7 @@ mod places;
 mod plan_file;
 mod quantity;
 mod report;
+mod snippet;
 mod software;
 mod train_spec;
 
@@ -49,7 +51,7 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(mut e) => {
             add_tip(&mut e);
-            number_in_words(e).exit()
+            said_by_parser(&below_zero(number_in_words(e)))
         }
     };
     set_error_style();
@@ -70,8 +72,19 @@ fn main() -> ExitCode {
 
 /// Prints sentences on standard error, wrapped. That nobody reads them any more is no failure.
 pub(crate) fn say(words: std::fmt::Arguments<'_>) {
-    let words = report::wrapped_within(report::error_width(), &words.to_string());
+    let words = words.to_string();
+    let words = report::wrapped_within(report::error_width(), &report::visible(&words));
     let _ = writeln!(std::io::stderr().lock(), "{words}");
+}
+
+/// Ends with what the parser of the command line says: help as it is, errors wrapped, and without
+/// characters that a terminal would obey.
+fn said_by_parser(e: &clap::Error) -> ! {
+    if !e.use_stderr() {
+        e.exit()
+    }
+    say(format_args!("{}", e.render()));
+    std::process::exit(e.exit_code())
 }
 
 /// Builds the command line. A number below zero is a value, which its flag refuses in words of its
@@ -139,10 +152,34 @@ fn number_in_words(e: clap::Error) -> clap::Error {
     clap::Error::raw(ErrorKind::ValueValidation, what)
 }
 
+/// Rewords an error about an amount below zero (`-3GiB`), which the parser takes for a flag: flags begin
+/// with letters.
+fn below_zero(e: clap::Error) -> clap::Error {
+    let Some(ContextValue::String(flag)) = e.get(ContextKind::InvalidArg) else {
+        return e;
+    };
+    let is_number = |text: &str| {
+        let number = text.strip_prefix('-');
+        number.is_some_and(|n| n.starts_with(|c: char| c.is_ascii_digit() || c == '.'))
+    };
+    if e.kind() != ErrorKind::UnknownArgument || !is_number(flag) {
+        return e;
+    }
+    let given = std::env::args().find(|arg| arg.starts_with(flag.as_str()));
+    let what = format!(
+        "`{}` is below zero, which no amount is; flags begin with letters\n\nFor more information, try '--help'.\n",
+        given.as_ref().unwrap_or(flag)
+    );
+    clap::Error::raw(ErrorKind::ValueValidation, what)
+}
+
 /// Says what a flag takes where `value` is no number, in place of the standard parsers' errors.
 fn expected(source: &(dyn std::error::Error + 'static), value: &str) -> Option<String> {
     if source.is::<std::num::ParseFloatError>() {
         return Some("expected a number, as 0.1 or 1e-8".into());
+    }
+    if let Some(words) = range_in_words(&source.to_string()) {
+        return Some(words);
     }
     let whole = source.downcast_ref::<std::num::ParseIntError>()?;
     let digits = value.strip_prefix('-').unwrap_or(value);
@@ -155,6 +192,18 @@ fn expected(source: &(dyn std::error::Error + 'static), value: &str) -> Option<S
             format!("expected a whole number in digits alone: {x}")
         }
         _ => "expected a whole number in digits alone, as 64".into(),
+    })
+}
+
+/// Rewords that a number is in no range of the language's: "1 is not in 2..=64".
+fn range_in_words(message: &str) -> Option<String> {
+    let (_, range) = message.split_once(" is not in ")?;
+    let (least, most) = range.split_once("..")?;
+    Some(match most.strip_prefix('=') {
+        Some(most) if most != u32::MAX.to_string() && most != u64::MAX.to_string() => {
+            format!("expected {least} to {most}")
+        }
+        _ => format!("expected {least} or more"),
     })
 }
 

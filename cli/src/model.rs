@@ -242,6 +242,17 @@ impl Model {
     }
 }
 
+/// The dropout probability of a graph, the largest where its ops have several; 0 where none has one.
+pub fn dropout(graph: &Graph) -> f64 {
+    let of_op = |kind: &OpKind| match kind {
+        OpKind::Dropout { p, .. } => Some(*p),
+        OpKind::Attention { dropout, .. } => Some(*dropout),
+        _ => None,
+    };
+    let all = graph.ops().iter().filter_map(|op| of_op(&op.kind));
+    all.fold(0.0, f64::max)
+}
+
 /// Makes a failure that names the flag which sets the option.
 fn option_failure(e: ImportError) -> Failure {
     match &e {

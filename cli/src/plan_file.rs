@@ -2,12 +2,12 @@
 
 use crate::document;
 use crate::failure::{Exit, Failure};
-use crate::files;
+use crate::{files, model};
 use checker::Violation;
 use ir::plan::{PASSES_VERSION, PLAN_VERSION, Plan};
 use ir::program::Program;
 use ir::training::TrainingGraph;
-use ir::{Graph, counted};
+use ir::{Figure, Graph, counted};
 use serde::Deserialize;
 use std::fmt::Display;
 use std::path::Path;
@@ -31,7 +31,7 @@ pub struct Loaded {
 pub fn load(path: &Path) -> Result<Loaded, Failure> {
     let name = path.display().to_string();
     let (plan, hash) = read(path)?;
-    let violations = checker::check_plan(&plan);
+    let violations = violations(&plan);
     if !violations.is_empty() {
         return Err(refused(&name, &plan, &violations));
     }
@@ -42,6 +42,57 @@ pub fn load(path: &Path) -> Result<Loaded, Failure> {
         program,
         hash,
     })
+}
+
+/// Lists what is wrong with a plan: what the checker finds, and where that finds nothing, what the plan
+/// states beside what it does.
+pub fn violations(plan: &Plan) -> Vec<Violation> {
+    let found = checker::check_plan(plan);
+    if found.is_empty() {
+        contradicted(plan)
+    } else {
+        found
+    }
+}
+
+/// Lists statements of a plan that the rest of it contradicts, as somebody edited one of the two: pins,
+/// dropout, and the meshes for which something is predicted.
+fn contradicted(plan: &Plan) -> Vec<Violation> {
+    let mut found = Vec::new();
+    let mut add = |place: &str, rule, expected: String, actual: String| {
+        found.push(Violation {
+            place: place.into(),
+            rule,
+            expected,
+            actual,
+        });
+    };
+    let pins = planner::Pins::parse(&plan.pins).unwrap_or_default();
+    for (pin, has) in pins.unkept(plan) {
+        let expected = format!("pins that the plan keeps, as {has}");
+        add("pins", "pins", expected, pin);
+    }
+    if plan.train.task.is_training()
+        && let Ok(graph) = ir::text::parse(&plan.graph)
+    {
+        let own = model::dropout(&graph);
+        if own != plan.train.dropout {
+            let expected = format!("{}, which the ops of the graph have", Figure(own));
+            let actual = Figure(plan.train.dropout).to_string();
+            add("train.dropout", "dropout", expected, actual);
+        }
+    }
+    let (meshes, predicted) = (plan.n_meshes(), plan.predicted.stages.len());
+    if meshes != predicted {
+        let expected = format!("an entry for each of {}", counted(meshes as u64, "mesh"));
+        add(
+            "predicted.stages",
+            "predicted",
+            expected,
+            predicted.to_string(),
+        );
+    }
+    found
 }
 
 /// Reads the plan at `path` and its fingerprint, without checking the plan.

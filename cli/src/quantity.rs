@@ -88,14 +88,38 @@ impl Unit {
 
     /// Reads an amount; `what` names the flag or key in the error.
     pub fn parse(self, what: &str, text: &str) -> Result<Amount, Failure> {
-        let amount = self.read(text.trim());
-        amount.ok_or_else(|| {
-            let words = format!("{what}: `{text}` is no amount above zero that this can be");
+        self.read(text.trim()).map_err(|why| {
+            let words = format!("{what}: `{text}` {why}");
             Failure::new(Exit::Usage, words).help(format!("give it as {}", self.examples()))
         })
     }
 
-    fn read(self, text: &str) -> Option<Amount> {
+    /// The largest amount of the unit that is taken: more than any machine or training has.
+    fn most(self) -> f64 {
+        match self {
+            Unit::BytesPerSecond | Unit::Bytes | Unit::Count => 1e18,
+            Unit::FlopsPerSecond => 1e24,
+            Unit::Seconds => 1e9,
+        }
+    }
+
+    /// The quantity that the unit measures, for messages.
+    fn measures(self) -> &'static str {
+        match self {
+            Unit::BytesPerSecond => "bytes or bits per second",
+            Unit::Bytes => "bytes",
+            Unit::FlopsPerSecond => "FLOP/s",
+            Unit::Seconds => "seconds",
+            Unit::Count => "a number",
+        }
+    }
+
+    /// Reads an amount; the error says why it is none, to stand behind it.
+    fn read(self, text: &str) -> Result<Amount, String> {
+        let (below, text) = match text.strip_prefix('-') {
+            Some(rest) => (true, rest),
+            None => (false, text.strip_prefix('+').unwrap_or(text)),
+        };
         let is_part = |c: char| c.is_ascii_digit() || c == '.';
         let end = text.find(|c| !is_part(c)).unwrap_or(text.len());
         // An exponent has digits behind it, and is no exa.
@@ -109,11 +133,19 @@ impl Unit {
             }
         });
         let (number, unit) = text.split_at(end + exponent);
-        let number = number.parse::<f64>().ok()?;
+        let no_number = || "has no number in front".to_string();
+        let number = number.parse::<f64>().map_err(|_| no_number())?;
+        if below {
+            return Err("is below zero".into());
+        }
+        let number = match number {
+            x if !x.is_finite() => return Err("is larger than any amount".into()),
+            x if x <= 0.0 => return Err("is zero, and has to be above".into()),
+            x => x,
+        };
         let unit = unit.trim();
-        let number = Some(number).filter(|x| x.is_finite() && *x > 0.0)?;
         if unit == "x" {
-            return Some(Amount::Times(number));
+            return Ok(Amount::Times(number));
         }
         for (name, one) in self.names() {
             let Some(prefix) = unit.strip_suffix(name) else {
@@ -126,10 +158,19 @@ impl Unit {
                 .filter(|_| self != Unit::Seconds)
                 .or(is_plain.then_some(1.0))
             {
-                return Some(Amount::To(number * factor * one));
+                let amount = number * factor * one;
+                return match amount <= self.most() {
+                    true => Ok(Amount::To(amount)),
+                    false => Err("is larger than any amount".into()),
+                };
             }
         }
-        None
+        Err(match (unit, self) {
+            ("", Unit::Count) => no_number(),
+            ("", _) => format!("has no unit, and this is in {}", self.measures()),
+            (unit, Unit::Count) => format!("ends in `{unit}`, and this is a number alone"),
+            (unit, _) => format!("ends in `{unit}`, which is no unit of {}", self.measures()),
+        })
     }
 }
 
@@ -153,7 +194,7 @@ mod tests {
             (Unit::Count, "0.5x", Amount::Times(0.5)),
         ] {
             let (read, one) = (unit.read(text), 1.0);
-            let read = read.unwrap_or_else(|| panic!("{text} is not read"));
+            let read = read.unwrap_or_else(|e| panic!("{text} is not read: {e}"));
             let [x, y] = [read.of(one), amount.of(one)];
             assert!((x / y - 1.0).abs() < 1e-12, "{text}: {x}");
             let is_factor = |a: Amount| matches!(a, Amount::Times(_));
@@ -163,18 +204,39 @@ mod tests {
 
     #[test]
     fn what_is_no_amount_is_refused() {
-        for (unit, text) in [
-            (Unit::BytesPerSecond, "400GB"),
-            (Unit::Bytes, "96Gb"),
-            (Unit::Count, "-1"),
-            (Unit::Count, "0"),
-            (Unit::Count, ""),
-            (Unit::Count, "x"),
-            (Unit::Count, "1e999"),
-            (Unit::Seconds, "5ks"),
-            (Unit::Count, "äx"),
+        for (unit, text, why) in [
+            (
+                Unit::BytesPerSecond,
+                "400GB",
+                "`GB`, which is no unit of bytes or bits per second",
+            ),
+            (Unit::Bytes, "96Gb", "ends in `Gb`"),
+            (
+                Unit::Bytes,
+                "12GBB",
+                "ends in `GBB`, which is no unit of bytes",
+            ),
+            (Unit::Bytes, "1e400", "larger than any amount"),
+            (Unit::Bytes, "1e30GiB", "larger than any amount"),
+            (Unit::Bytes, "-3GiB", "is below zero"),
+            (Unit::Bytes, "96", "has no unit, and this is in bytes"),
+            (Unit::Bytes, "5 parsecs", "ends in `parsecs`"),
+            (Unit::Count, "-1", "is below zero"),
+            (Unit::Count, "0", "is zero"),
+            (Unit::Count, "", "has no number in front"),
+            (Unit::Count, "x", "has no number in front"),
+            (Unit::Count, "1e999", "larger than any amount"),
+            (
+                Unit::Count,
+                "7 hosts",
+                "ends in `hosts`, and this is a number alone",
+            ),
+            (Unit::Seconds, "5ks", "ends in `ks`"),
+            (Unit::Seconds, "1.2.3s", "has no number in front"),
+            (Unit::Count, "äx", "has no number in front"),
         ] {
-            assert_eq!(unit.read(text), None, "{text}");
+            let said = unit.read(text).unwrap_err();
+            assert!(said.contains(why), "{text}: {said}");
         }
     }
 }

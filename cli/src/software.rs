@@ -36,9 +36,22 @@ pub fn other(made_for: &MadeFor) -> OtherSoftware {
     }
 }
 
-/// Says for whose runtime figures are, to begin a report with.
-pub fn whose(made_for: Option<&MadeFor>) -> String {
-    format!("For {}: ", software::title(made_for))
+/// Says for whose runtime figures are, to begin a report with; and where that software has no model of
+/// the family, that it has none, as nothing can be launched there then.
+pub fn whose(made_for: Option<&MadeFor>, family: &str) -> String {
+    let target = made_for.and_then(|made_for| export::Target::named(&made_for.name));
+    let lacks = match target.is_some_and(|target| target.lacks(family)) {
+        true => format!(", which has no model of the family {family}"),
+        false => String::new(),
+    };
+    format!("For {}{lacks}: ", software::title(made_for))
+}
+
+/// The same of a plan's figures.
+pub fn whose_plan(plan: &Plan) -> String {
+    // A graph begins with its name: graph "gpt2" {.
+    let family = plan.graph.split('"').nth(1).unwrap_or_default();
+    whose(plan.made_for.as_ref(), family)
 }
 
 /// How the software that a plan is made for executes it on a cluster; none of Meshwright's own runtime.

@@ -1071,11 +1071,14 @@ fn tables_of_runs() {
         let i = table.header.iter().position(|h| h == "assumed").unwrap();
         table.records[0][i].clone()
     };
-    assert_eq!(assumed("fp16", "fp16"), "sequence_parallel=no");
+    assert_eq!(assumed("fp16", "fp16"), "kv_heads=16 sequence_parallel=no");
     let volta =
         "V100-32GB,2,8,NVLink2,Megatron-LM,2,1024,16,4096,51200,1024,8,2,2,1,1,1,0,full,bf16";
     let ampere = "A100-80GB-SXM4,2,8,NVLink3+NVSwitch,Megatron-LM,2,1024,16,4096,51200,1024,8,2,2,1,1,1,0,full,fp16";
-    assert_eq!(assumed(ampere, volta), "sequence_parallel=no bf16_rate=f32");
+    assert_eq!(
+        assumed(ampere, volta),
+        "kv_heads=16 sequence_parallel=no bf16_rate=f32"
+    );
     // Columns of published tables are known, though nothing reads them.
     place.write("rows.csv", RUNS.replace("row_id", "url").as_bytes());
     assert_eq!(place.run(&args).expect(0).err, "");
@@ -1172,4 +1175,162 @@ fn levels_that_cut_through_hosts_are_refused() {
     let edited = edited.replacen("n_hosts = 1", "n_hosts = 4", 1);
     place.write("cut.toml", edited.as_bytes());
     place.run(&words[..4]).expect(3).says(&said);
+}
+
+/// A plan that was edited so that what it states is not what it does.
+#[test]
+fn what_a_plan_states_and_does_not_do_is_refused() {
+    let place = Place::new();
+    let compile = [
+        "compile",
+        "config.json",
+        "--cluster",
+        "cpu-default",
+        "--global-batch",
+        "4",
+    ];
+    let pins = [
+        "--dropout",
+        "0.1",
+        "--pin",
+        "pipeline=2 data=2 recompute=none microbatch=2",
+    ];
+    place.run(&[&compile[..], &pins].concat()).expect(0);
+    place.run(&["check", "plan.json"]).expect(0);
+    let plan: Value = serde_json::from_slice(&place.read("plan.json")).unwrap();
+    type Edit = fn(&mut Value);
+    let by_every_verb: [(Edit, &[&str]); 7] = [
+        (
+            |p| p["pins"] = json!(["data=4"]),
+            &["pins", "found data=4", "data=2"],
+        ),
+        (
+            |p| p["pins"] = json!(["pipeline=1"]),
+            &["found pipeline=1", "pipeline=2"],
+        ),
+        (
+            |p| p["pins"] = json!(["microbatch=4"]),
+            &["found microbatch=4", "microbatch=2"],
+        ),
+        (
+            |p| p["pins"] = json!(["split=1/1"]),
+            &["found split=1/1", "as split="],
+        ),
+        (
+            |p| p["train"]["dropout"] = json!(0.3),
+            &[
+                "train.dropout",
+                "expected 0.1, which the ops of the graph have",
+                "found 0.3",
+            ],
+        ),
+        (
+            |p| p["stages"][0]["mesh"]["axes"][0]["name"] = json!(""),
+            &["stages[0].mesh", "axes with names"],
+        ),
+        (
+            |p| p["predicted"]["stages"] = json!([]),
+            &["predicted.stages", "an entry for each of 2 meshes"],
+        ),
+    ];
+    for (edit, said) in by_every_verb {
+        let mut edited = plan.clone();
+        edit(&mut edited);
+        place.write("bad.json", edited.to_string());
+        for verb in ["check", "inspect"] {
+            place.refuses(&[verb, "bad.json"], &[5]).says(said);
+        }
+    }
+    // Figures that agree with each other, and not with the program on the plan's cluster.
+    let by_check: [(Edit, &str); 3] = [
+        (
+            |p| scale(&mut p["cluster"]["device"]["peak_flops_per_s"]["f32"], 0.5),
+            "predicted.step_time_s",
+        ),
+        (
+            |p| scale(&mut p["predicted"]["stages"][1]["forward_s"], 1.2),
+            "predicted.stages[1].forward_s",
+        ),
+        (
+            |p| {
+                scale(&mut p["predicted"]["step_time_s"], 2.0);
+                scale(&mut p["predicted"]["tokens_per_s"], 0.5);
+                p["proof"].as_object_mut().unwrap().remove("simpler");
+            },
+            "predicted.step_time_s: simulation: expected",
+        ),
+    ];
+    for (edit, said) in by_check {
+        let mut edited = plan.clone();
+        edit(&mut edited);
+        place.write("bad.json", edited.to_string());
+        let done = place
+            .refuses(&["check", "bad.json"], &[5])
+            .says(&[said, "on the plan's cluster"]);
+        let json = place.run(&["check", "bad.json", "--json"]);
+        assert_eq!(json.code, done.code);
+        assert_eq!(json.json()["correct"], false);
+    }
+}
+
+fn scale(value: &mut Value, factor: f64) {
+    *value = json!(value.as_f64().unwrap() * factor);
+}
+
+/// Text of a document does nothing to a terminal.
+#[test]
+fn a_terminal_obeys_no_document() {
+    let place = Place::with_plan();
+    let mut plan: Value = serde_json::from_slice(&place.read("plan.json")).unwrap();
+    let wild = "\u{1b}[31mred\u{1b}[0m\u{7}\u{9b}2J\u{202e}";
+    plan["name"] = json!(wild);
+    plan["cluster"]["name"] = json!(wild);
+    plan["cluster"]["device"]["name"] = json!(wild);
+    plan["cluster"]["sources"]["device.peak_flops_per_s"] = json!(wild);
+    place.write("wild.json", plan.to_string());
+    let is_obeyed = |c: char| c.is_control() && c != '\n' || c == '\u{202e}';
+    let harmless = |args: &[&str], codes: &[i32]| {
+        let done = place.run(args);
+        assert!(codes.contains(&done.code), "{args:?}: {}", done.err);
+        let said = done.out + &done.err;
+        assert!(!said.contains(is_obeyed), "{args:?}: {said:?}");
+        said
+    };
+    for verb in ["inspect", "explain", "simulate", "check", "lower"] {
+        let said = harmless(&[verb, "wild.json"], &[0]);
+        let is_shown = said.contains("\\u{1b}[31mred");
+        assert!(
+            is_shown || ["check", "lower", "explain"].contains(&verb),
+            "{verb}: {said}"
+        );
+    }
+    let json = harmless(&["inspect", "wild.json", "--json"], &[0]);
+    let json: Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(json["name"], wild);
+    // The name of a file, a key, a place in a file, and what stands there.
+    place.write(
+        "bad\u{1b}[1m.json",
+        "{\"model_type\": \"gpt2\",\n  \"a\u{1b}[31mb\": \u{7}}",
+    );
+    let args = ["compile", "bad\u{1b}[1m.json", "--cluster", "cpu-default"];
+    let said = harmless(&args, &[3]);
+    assert!(said.contains("\\u{1b}[31mb"), "{said}");
+    let args = [
+        "compile",
+        "config.json",
+        "--cluster",
+        "no\u{1b}[1mne",
+        "--pin",
+        "data=2",
+    ];
+    harmless(&args, &[3]);
+    let args = [
+        "compile",
+        "config.json",
+        "--cluster",
+        "cpu-default",
+        "--global-batch",
+        "\u{1b}[1m",
+    ];
+    harmless(&args, &[2]);
 }

@@ -366,3 +366,52 @@ fn checkpoints_of_another_activation_are_refused() {
     .says(&["another model", "activation_function", "gelu_tanh", "relu"]);
     assert!(!place.exists("no.json"));
 }
+
+/// Other data, another tokenizer or another share for validation are said before anything else.
+#[test]
+fn a_run_that_goes_on_with_other_data_says_so_first() {
+    let place = Place::with_plan();
+    run(&place, &["--steps", "2", "--checkpoint", "state"]).expect(0);
+    let seen = place.run(&["checkpoint", "inspect", "state"]).expect(0).out;
+    assert!(
+        seen.contains("data text.txt (3.91 KiB), 3600 tokens of it for training"),
+        "{seen}"
+    );
+    let seen = place
+        .run(&["checkpoint", "inspect", "state", "--json"])
+        .expect(0)
+        .json();
+    let data = seen["checkpoints"][0]["data"].as_object();
+    assert_eq!(data.unwrap()["bytes"], 4000, "{seen}");
+    let on = |data: &str, more: &[&str]| {
+        let args = [
+            "run",
+            "plan.json",
+            "--data",
+            data,
+            "--resume",
+            "state",
+            "--steps",
+            "1",
+        ];
+        place.run(&[&args[..], more].concat()).expect(0)
+    };
+    let same = on("text.txt", &[]);
+    assert!(!same.err.contains("was trained on"), "{}", same.err);
+    // A copy elsewhere is the same data.
+    place.write("moved.txt", place.read("text.txt"));
+    assert!(!on("moved.txt", &[]).err.contains("was trained on"));
+    place.write("other.txt", place.read("text.txt").repeat(2));
+    let other = on("other.txt", &[]);
+    assert!(
+        other
+            .err
+            .starts_with("warning: state/0001-step-2 was trained on other data: text.txt"),
+        "{}",
+        other.err
+    );
+    other.says(&["other.txt (7.81 KiB) now", "goes on at sample 8"]);
+    let share = on("text.txt", &["--validation-fraction", "0.5"]);
+    assert!(share.err.starts_with("warning: "), "{}", share.err);
+    share.says(&["was trained with another share of the data kept for validation"]);
+}

@@ -57,7 +57,7 @@ fn the_verdict_comes_first_and_flags_are_the_jobs_own() {
     let said = import(&place, &more).expect(0).out;
     let first = said.lines().next().unwrap();
     assert!(
-        first.starts_with("For Megatron-Core (2025): the job should take "),
+        first.starts_with("For Megatron-Core (2025, grads-bf16): the job should take "),
         "{said}"
     );
     assert!(said.lines().all(|l| l.chars().count() <= 100), "{said}");
@@ -139,6 +139,7 @@ fn overlap_that_a_job_leaves_out_is_priced_and_a_flag_to_change() {
         "no-tensor-overlap",
         "no-gradient-overlap",
         "no-parameter-overlap",
+        "grads-bf16",
     ];
     assert_eq!(json["for"]["options"], serde_json::json!(left_out));
     place.write("train.sh", data(SCRIPT).as_bytes());

@@ -89,15 +89,43 @@ fn every_verb_says_whose_figures_they_are_and_the_same_ones() {
     assert_eq!(value("gradient accumulation steps"), "8");
     assert_eq!(value("tensor parallel"), "2");
     read(&["check", "plan.json"]);
-    // Megatron-LM does all of it, but that gradients which travel in bf16 are summed in it, too.
+    // Megatron-LM does all of it: gradients are summed and sent in f32, its default and the plan's price.
     let exported = read(&["export", "plan.json", "--to", "megatron-core", "--json"]).json();
     let otherwise = exported["not_expressed"].as_array().unwrap();
-    let otherwise: Vec<&serde_json::Value> = otherwise.iter().map(|n| &n["where"]).collect();
-    assert_eq!(
-        otherwise,
-        ["the sums of gradients over microbatches"],
-        "{exported}"
+    assert!(otherwise.is_empty(), "{exported}");
+    let script = String::from_utf8(place.read("export-megatron-core/launch.sh")).unwrap();
+    assert!(!script.contains("grad-reduce-in-bf16"), "{script}");
+    // So the script is read as the plan that it is of, and takes as long.
+    let args = [
+        "import-job",
+        "export-megatron-core/launch.sh",
+        "--cluster",
+        "dgx-h100",
+        "--no-search",
+    ];
+    let imported = read(&[&args[..], &["--json"]].concat()).json();
+    let again = imported["predicted"]["step_time_s"].as_f64();
+    assert!(
+        again.is_some_and(|s| (s / step_s - 1.0).abs() < 0.01),
+        "{again:?} {step_s}"
     );
+}
+
+/// Software that has no model of the family is said to have none before any figure.
+#[test]
+fn the_first_line_says_that_torchtitan_has_no_such_model() {
+    let place = Place::new();
+    let mut args = COMPILE.to_vec();
+    args[1] = "gpt2-xl";
+    args[7] = "1024";
+    (args[11], args[13]) = ("torchtitan", "data=8 zero=3 microbatch=8");
+    let done = place.run(&args).expect(0);
+    let whose = "For torchtitan (2025), which has no model of the family gpt2: gpt2-xl on 8 of";
+    assert!(done.out.starts_with(whose), "{}", done.out);
+    for verb in ["inspect", "simulate", "explain"] {
+        let said = place.run(&[verb, "plan.json"]).expect(0).out;
+        assert!(said.starts_with(&whose[..60]), "{verb}: {said}");
+    }
 }
 
 /// `--for deepspeed` plans whatever `export` writes for DeepSpeed: ranks that split sequences exchange

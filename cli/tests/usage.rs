@@ -230,7 +230,7 @@ fn numbers_that_make_no_sense_are_refused_in_words() {
     said("1e8").says(&["expected a whole number in digits alone: 100000000"]);
     said("nan").says(&["'nan' for '--hosts <HOSTS>': expected a whole number in digits alone"]);
     said("").says(&["expected a whole number in digits alone"]);
-    said("0").says(&["0 is not in 1"]);
+    said("0").says(&["'0' for '--hosts <HOSTS>': expected 1 or more"]);
     // Too many hosts are not helped by a link, which there is.
     let many = said("100000000").says(&["--hosts 100000000", "expected 1 to 1048576", "or fewer"]);
     assert!(!many.err.contains("give it a link"), "{}", many.err);
@@ -238,7 +238,7 @@ fn numbers_that_make_no_sense_are_refused_in_words() {
     let given = ["--time-out=18446744073709551615"];
     place
         .refuses(&[&run[..], &given].concat(), &[2])
-        .says(&["is not in 1..=1000000000"]);
+        .says(&["expected 1 to 1000000000"]);
     for value in ["1e308", "1e18"] {
         let given = format!("--time-limit={value}");
         place
@@ -253,6 +253,42 @@ fn numbers_that_make_no_sense_are_refused_in_words() {
     place
         .refuses(&[&compile[..], &given].concat(), &[2])
         .says(&["expected a whole number from 0"]);
+}
+
+/// Shares of a step or of memory: what is the whole or more makes no sense, and a number without `%` is
+/// not taken for percent.
+#[test]
+fn shares_are_below_the_whole() {
+    let place = Place::new();
+    let refuses = |flag: &str, value: &str| {
+        let given = format!("{flag}={value}");
+        place.refuses(
+            &["compile", "config.json", "--cluster", "dgx-h100", &given],
+            &[2],
+        )
+    };
+    const RANGE: &str = "expected a share from 0% to below 100%, as 5% or 0.05";
+    for flag in ["--tolerance", "--headroom"] {
+        refuses(flag, "1").says(&[RANGE, "without `%` it is 100 percent", "for 1 percent 1%"]);
+        refuses(flag, "100%").says(&["it is the whole or more", RANGE]);
+        refuses(flag, "1e400").says(&["it is the whole or more", RANGE]);
+        refuses(flag, "-1%").says(&["it is below zero", RANGE]);
+        for value in ["12GBB", "5 parsecs", "nan", "", "%"] {
+            refuses(flag, value).says(&["it is no share", RANGE]);
+        }
+    }
+    // The parser takes it for a flag.
+    let args = [
+        "compile",
+        "config.json",
+        "--cluster",
+        "dgx-h100",
+        "--headroom",
+        "-3GiB",
+    ];
+    place
+        .refuses(&args, &[2])
+        .says(&["`-3GiB` is below zero, which no amount is"]);
 }
 
 #[test]

@@ -374,7 +374,7 @@ fn what_if_refuses_what_is_no_fact() {
     refused(&["--sequence", "2x"], &[2]).says(&["--model"]);
     refused(&["--global-batch", "0.3x"], &[2]).says(&["no whole number"]);
     refused(&["--hosts", "2"], &[2]).says(&["--hosts 2"]);
-    refused(&["--set", "memory=1B"], &[2]).says(&["makes no sense"]);
+    refused(&["--set", "memory=1B"], &[2]).says(&["reserves 1.00 MiB of its memory, so 1 B leave"]);
     // Too little memory for any plan is an answer: infeasible.
     refused(&["--set", "memory=0.0001x"], &[2, 4]);
 }
@@ -534,4 +534,68 @@ fn fits_finds_the_smallest_number_and_what_was_tried() {
     place
         .refuses(&["fits", "config.json", "--device", "cpu-default"], &[2])
         .says(&["GPUs"]);
+}
+
+/// A change of nothing used to be answered with the plan that there is, and two changes of one fact
+/// multiplied.
+#[test]
+fn what_if_refuses_what_changes_nothing_or_one_fact_twice() {
+    let place = Place::with_plan();
+    let refuses = |args: &[&str]| place.refuses(&[&["what-if", "plan.json"], args].concat(), &[2]);
+    refuses(&["--global-batch", "4"]).says(&[
+        "--global-batch 4 changes nothing: the plan is for 4 samples",
+        "another value",
+    ]);
+    refuses(&["--global-batch", "1x"]).says(&["--global-batch 1x changes nothing"]);
+    refuses(&["--hosts", "1"]).says(&["--hosts 1 changes nothing: the plan is for 1 host"]);
+    refuses(&["--set", "memory=4GiB"])
+        .says(&["--set memory=4GiB changes nothing: the plan is for 4.00 GiB"]);
+    refuses(&["--set", "peak=1x"]).says(&["--set peak=1x changes nothing"]);
+    refuses(&["--set", "memory=2x", "--set", "memory=2x"])
+        .says(&["--set memory=2x and --set memory=2x change the same fact"]);
+    let plan: Value = serde_json::from_slice(&place.read("plan.json")).unwrap();
+    let link = plan["cluster"]["levels"][0]["name"].as_str().unwrap();
+    let by_name = format!("link.{link}=3x");
+    refuses(&["--set", "link.inside=2x", "--set", &by_name]).says(&["change the same fact"]);
+    // Amounts, in words.
+    for (amount, why) in [
+        ("12GBB", "`12GBB` ends in `GBB`, which is no unit of bytes"),
+        ("1e400", "`1e400` is larger than any amount"),
+        ("-3GiB", "`-3GiB` is below zero"),
+        ("5 parsecs", "`5 parsecs` ends in `parsecs`"),
+        ("96", "`96` has no unit"),
+    ] {
+        let set = format!("memory={amount}");
+        refuses(&["--set", &set]).says(&["--set memory", why, "give it as 96GiB, 80GB or 2x"]);
+    }
+}
+
+/// On one host the link between hosts joins nothing, and is not the one inside.
+#[test]
+fn the_link_inside_a_single_host_is_found() {
+    let place = Place::new();
+    let compile = [
+        "compile",
+        "config.json",
+        "--cluster",
+        "dgx-h100",
+        "--hosts",
+        "1",
+    ];
+    place
+        .run(&[&compile[..], &["--global-batch", "8"]].concat())
+        .expect(0);
+    let args = ["what-if", "plan.json", "--searches", "0", "--set"];
+    let done = place
+        .run(&[&args[..], &["link.inside=2x"]].concat())
+        .expect(0);
+    let said = support::flat(&done.out);
+    assert!(
+        said.contains("link.inside 900.00 GB/s in place of 450.00 GB/s"),
+        "{said}"
+    );
+    // Memory that leaves nothing is said in GiB.
+    place
+        .refuses(&[&args[..], &["memory=1GiB"]].concat(), &[2])
+        .says(&["a device reserves 3.00 GiB of its memory, so 1.00 GiB leave nothing"]);
 }

@@ -260,6 +260,38 @@ fn megatron_has_zero_and_recomputation() {
     );
 }
 
+/// Gradients of a plan for Megatron-Core are summed and sent in the types that its figures have.
+#[test]
+fn megatron_sums_and_sends_gradients_as_the_plan_is_priced() {
+    let flags = |name: &str, options: &[&str]| {
+        let mut planned = planned(name);
+        planned.plan.made_for = Some(ir::plan::MadeFor {
+            name: "megatron-core".into(),
+            version: "2025".into(),
+            options: options.iter().map(|o| o.to_string()).collect(),
+        });
+        let e = exported(&planned, Target::MegatronCore);
+        let of = |name: &str| argument(&e, name);
+        [
+            of("grad-reduce-in-bf16"),
+            of("ddp-param-name-patterns-for-fp32-local-accumulation"),
+            of("megatron-fsdp-main-grads-dtype"),
+            of("megatron-fsdp-grad-comm-dtype"),
+        ]
+        .map(|value| value.unwrap_or("-".into()))
+    };
+    assert_eq!(flags("zero_1", &[]), ["-", "-", "-", "-"]);
+    assert_eq!(flags("zero_1", &["grads-bf16"]), ["", "-", "-", "-"]);
+    assert_eq!(flags("zero_1", &["grads-sent-bf16"]), ["", "all", "-", "-"]);
+    // Megatron-FSDP sums in the parameters' type unless it is told.
+    assert_eq!(flags("zero_3", &[]), ["-", "-", "fp32", "-"]);
+    assert_eq!(flags("zero_3", &["grads-bf16"]), ["-", "-", "bf16", "-"]);
+    assert_eq!(
+        flags("zero_3", &["grads-sent-bf16"]),
+        ["-", "-", "fp32", "bf16"]
+    );
+}
+
 /// Level 2 does not go with a pipeline there, and the schedule is another.
 #[test]
 fn megatron_lists_what_it_does_otherwise() {

@@ -568,8 +568,11 @@ impl Cluster {
         check(
             d.memory_bytes.0 > d.memory_reserved_bytes.0,
             format!(
-                "device.memory_bytes {} does not exceed memory_reserved_bytes {}",
-                d.memory_bytes.0, d.memory_reserved_bytes.0
+                "device.memory_bytes {} ({}) does not exceed memory_reserved_bytes {} ({})",
+                d.memory_bytes.0,
+                d.memory_bytes,
+                d.memory_reserved_bytes.0,
+                d.memory_reserved_bytes
             ),
         );
         check(

@@ -277,7 +277,7 @@ impl Arguments {
             None => Err(self.wrong(
                 name,
                 format!(
-                    "`{}` is `{text}`, expected a whole number from 1",
+                    "`{}` is `{text}`, expected a whole number from 1 to {MOST}",
                     self.spelled(name)
                 ),
                 "correct it in the file",

@@ -61,7 +61,7 @@ pub(crate) fn read(
         .find(|g| args.is_open(g))
         && script.gaps.get(gap) == Some(&shell::Gap::Unset)
     {
-        let what = "the arguments of the training";
+        let what = "the command of the training";
         return Err(gap_error(
             file,
             Some(start.line),

@@ -260,6 +260,9 @@ pub struct Given {
     pub sequence: Option<u64>,
     /// Whether the model is given.
     pub has_model: bool,
+    /// Whether the software is known to be older than Megatron-Core 0.18, whose NullTokenizer counts
+    /// one token more than it is told.
+    pub is_older: bool,
 }
 
 /// Opens another file that a job names: its text, or why it cannot be read.

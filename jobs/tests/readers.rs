@@ -63,7 +63,7 @@ fn a_slurm_script_of_megatron_is_read_whole() {
         (j.split.clone(), j.precision),
         (Split::Layers, Precision::Bf16)
     );
-    assert_eq!(j.options, Vec::<String>::new());
+    assert_eq!(j.options, ["grads-bf16"]);
     let Model::Config(config) = &j.model else {
         panic!("{:?}", j.model);
     };
@@ -623,4 +623,87 @@ fn files_that_are_no_jobs_are_told_so() {
         assert!(e.problem.contains(what), "{e}");
         assert!(e.help.starts_with("a job is a script with"), "{}", e.help);
     }
+}
+
+/// Megatron-LM sums and sends gradients in f32 with --bf16 unless it is asked not to; Megatron-FSDP in
+/// the parameters' type, with flags of its own.
+#[test]
+fn types_of_gradients_are_those_of_the_flags() {
+    let base = "pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 \
+        --max-position-embeddings 128 --micro-batch-size 1 --global-batch-size 8 --vocab-size 256 --bf16 \
+        --overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer";
+    let options = |more: &str| {
+        let script = format!("torchrun --nproc_per_node 8 {base} {more}\n");
+        let reading = job("train.sh", &script, &[]).unwrap();
+        let of_gradients = |name: &&str| name.contains("grad");
+        let said = names(&reading, NoteKind::NotModelled)
+            .iter()
+            .any(of_gradients);
+        (reading.job.options.join(" "), said)
+    };
+    let narrow = ("grads-bf16".to_string(), true);
+    let sent = ("grads-sent-bf16".to_string(), false);
+    let wide = (String::new(), false);
+    assert_eq!(options(""), wide);
+    assert_eq!(options("--accumulate-allreduce-grads-in-fp32"), wide);
+    assert_eq!(options("--grad-reduce-in-bf16"), narrow);
+    let local = "--ddp-param-name-patterns-for-fp32-local-accumulation all";
+    assert_eq!(options(&format!("--grad-reduce-in-bf16 {local}")), sent);
+    let fsdp = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params \
+        --ckpt-format fsdp_dtensor --no-gradient-accumulation-fusion";
+    assert_eq!(options(fsdp), narrow);
+    let wide_sums = format!("{fsdp} --megatron-fsdp-main-grads-dtype fp32");
+    assert_eq!(options(&wide_sums), wide);
+    assert_eq!(
+        options(&format!("{wide_sums} --megatron-fsdp-grad-comm-dtype bf16")),
+        sent
+    );
+}
+
+/// NullTokenizer had one token more than it is told until Megatron-Core 0.18.
+#[test]
+fn tokens_of_a_null_tokenizer_are_counted_as_megatron_counts_them() {
+    let of = |kind: &str, n: u64, is_older: bool| {
+        let script = format!(
+            "torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-size 64 \
+             --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 \
+             --micro-batch-size 1 --global-batch-size 8 --tensor-model-parallel-size 2 \
+             --tokenizer-type {kind} --vocab-size {n}\n"
+        );
+        let given = Given {
+            is_older,
+            ..Given::default()
+        };
+        let reading = jobs::read("train.sh", &script, &given, &no_file).unwrap();
+        let Model::Config(config) = &reading.job.model else {
+            panic!("{:?}", reading.job.model);
+        };
+        let is_said = names(&reading, NoteKind::Assumed).contains(&"--vocab-size");
+        (
+            config["vocab_size"].as_u64(),
+            reading.job.vocab_multiple,
+            is_said,
+        )
+    };
+    // 128 rows for each of two tensor ranks: one token more would be 256 rows more.
+    assert_eq!(
+        of("NullTokenizer", 50_176, false),
+        (Some(50_176), 256, true)
+    );
+    assert_eq!(
+        of("NullTokenizer", 50_176, true),
+        (Some(50_177), 256, false)
+    );
+    assert_eq!(
+        of("NullTokenizer", 50_257, false),
+        (Some(50_257), 256, false)
+    );
+    assert_eq!(
+        of("NullMultimodalTokenizer", 256, false),
+        (Some(257), 256, false)
+    );
+    assert_eq!(
+        of("GPT2BPETokenizer", 50_176, true),
+        (Some(50_176), 256, false)
+    );
 }

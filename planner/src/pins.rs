@@ -8,6 +8,7 @@
 
 pub(crate) mod check;
 pub(crate) mod inference;
+mod kept;
 pub(crate) mod whole;
 
 use ir::offload::{Spaces, describe_spaces, parse_spaces};

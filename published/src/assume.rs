@@ -11,7 +11,7 @@ const HEAD_DIM: u64 = 128;
 /// The type that nearly all rows of the last years train in.
 const PRECISION: &str = "bf16";
 
-/// Returns the row with `heads`, `precision` and the widths of latent attention filled in where they
+/// Returns the row with `heads`, `kv_heads`, `precision` and the widths of latent attention filled in where they
 /// are not stated, and what was filled in, as in `heads=64`; widths are those of the published model
 /// that the row names, with the place of its configuration as `shape_of`.
 ///
@@ -19,7 +19,7 @@ const PRECISION: &str = "bf16";
 /// and is of a family that cannot be modelled.
 pub fn completed(row: &Row, facts: &Facts) -> Result<(Row, Vec<String>), Unmodelled> {
     let (mut all, mut assumed) = (row.clone(), Vec::new());
-    let mut fill = |column: &str, value: String| {
+    let mut fill = |all: &mut Row, column: &str, value: String| {
         assumed.push(format!("{column}={value}"));
         all.set(column, value);
     };
@@ -30,12 +30,18 @@ pub fn completed(row: &Row, facts: &Facts) -> Result<(Row, Vec<String>), Unmodel
         return Err(why);
     }
     if !stated("heads") && !stated("head_dim") && stated("hidden") {
-        fill("heads", heads(row)?.to_string());
+        fill(&mut all, "heads", heads(row)?.to_string());
+    }
+    if !stated("kv_heads")
+        && !mixture::experts(row)?.is_some_and(|e| e.latent)
+        && let Ok(heads) = crate::model::heads(&all)
+    {
+        fill(&mut all, "kv_heads", heads.to_string());
     }
     if !stated("precision") {
         let (_, generation) = facts.generation(row)?;
         let own = generation.precision.as_deref();
-        fill("precision", own.unwrap_or(PRECISION).to_string());
+        fill(&mut all, "precision", own.unwrap_or(PRECISION).to_string());
     }
     if mixture::experts(row)?.is_some_and(|e| e.latent)
         && let Some(shape) = named::shape(row)
@@ -45,7 +51,7 @@ pub fn completed(row: &Row, facts: &Facts) -> Result<(Row, Vec<String>), Unmodel
             .filter_map(|column| Some((*column, shape.value(column)?)))
             .collect();
         for (column, value) in &known {
-            fill(column, value.to_string());
+            fill(&mut all, column, value.to_string());
         }
         if !known.is_empty() {
             assumed.push(format!("shape_of={}", shape.source));
@@ -91,17 +97,21 @@ mod tests {
     #[test]
     fn notes_come_first_then_the_generation_then_what_is_usual() {
         let noted = "Megatron-LM,14400,,,fp16,Mem of nvidia-smi; heads 64 unless column given";
-        assert_eq!(of(noted), "heads=64");
-        assert_eq!(of("Megatron-LM,12288,,,fp16,"), "heads=96");
+        assert_eq!(of(noted), "heads=64 kv_heads=64");
+        assert_eq!(of("Megatron-LM,12288,,,fp16,"), "heads=96 kv_heads=96");
         // 128 is no divisor; 120 is nearer than 144.
-        assert_eq!(of("Megatron-LM,14400,,,fp16,heads unknown"), "heads=120");
-        assert_eq!(of("Megatron-LM,4096,?,,?,"), "heads=32 precision=bf16");
+        let unknown = "Megatron-LM,14400,,,fp16,heads unknown";
+        assert_eq!(of(unknown), "heads=120 kv_heads=120");
+        assert_eq!(
+            of("Megatron-LM,4096,?,,?,"),
+            "heads=32 kv_heads=32 precision=bf16"
+        );
         assert_eq!(
             of("Megatron-DeepSpeed (Sailor),1024,16,,,"),
-            "precision=fp32"
+            "kv_heads=16 precision=fp32"
         );
-        assert_eq!(of("Megatron-LM,14400,,150,fp16,"), "");
-        assert_eq!(of("Megatron-LM,12288,96,,fp8,heads 64"), "");
+        assert_eq!(of("Megatron-LM,14400,,150,fp16,"), "kv_heads=96");
+        assert_eq!(of("Megatron-LM,12288,96,,fp8,heads 64"), "kv_heads=96");
         let said = of("Megatron-LM,many,,,fp16,");
         assert!(said.starts_with("`hidden` is `many`"), "{said}");
     }
@@ -128,13 +138,14 @@ mod tests {
             of(&format!("Megatron-Core,7168,128,bf16,{latent},mine,")),
             ""
         );
-        assert_eq!(of("Megatron-Core,7168,128,bf16,moe256top8,DeepSeekV3,"), "");
+        let grouped = of("Megatron-Core,7168,128,bf16,moe256top8,DeepSeekV3,");
+        assert_eq!(grouped, "kv_heads=128");
         let said = of("Megatron-Core,,,bf16,,Nemotron_3_Nano,");
         assert!(said.contains("state-space layers"), "{said}");
         // A row that states its shape says what is to be predicted.
         assert_eq!(
             of("Megatron-Core,7168,128,bf16,swiglu,Nemotron_3_Nano,"),
-            ""
+            "kv_heads=128"
         );
     }
 }

@@ -376,14 +376,14 @@ R6,A100-80GB-SXM4,2,8,NVLink3+NVSwitch,Megatron-LM,2,1024,16,4096,51200,1024,8,2
         assert!(context.breakdown.context_s > 0.0 && context.breakdown.tensor_s == 0.0);
         assert!(context.breakdown.data_s > 0.0);
         assert!(time(3) > 0.5 * time(2) && time(3) < 1.5 * time(2));
-        assert_eq!(outcomes[3].as_ref().unwrap().assumed, Vec::<String>::new());
+        assert_eq!(outcomes[3].as_ref().unwrap().assumed, ["kv_heads=16"]);
         assert_eq!(
             outcomes[2].as_ref().unwrap().assumed,
-            ["sequence_parallel=no"]
+            ["kv_heads=16", "sequence_parallel=no"]
         );
         assert_eq!(
             outcomes[4].as_ref().unwrap().assumed,
-            ["heads=8", "sequence_parallel=no"]
+            ["heads=8", "kv_heads=8", "sequence_parallel=no"]
         );
         assert!(
             reason(5).starts_with("not supported: the precision int8; known are fp32, "),

@@ -26,6 +26,10 @@ pub struct Version {
     /// Date, as year and month, by which the process of its generation is chosen.
     #[serde(default)]
     pub since: Option<String>,
+    /// Type in which sums of gradients travel unless an option says otherwise; that of the
+    /// generation's runs where there is none.
+    #[serde(default)]
+    pub gradients: Option<DType>,
     /// The runs that its figures rest on.
     pub rests_on: String,
 }
@@ -52,7 +56,7 @@ pub fn versions() -> &'static [Version] {
 }
 
 /// Behaviours that a run may switch on beside its version's, with what they are.
-pub const OPTIONS: [(&str, &str); 18] = [
+pub const OPTIONS: [(&str, &str); 19] = [
     (
         "async-tp",
         "gathers and scatters of tensor ranks beside their matmuls",
@@ -71,7 +75,11 @@ pub const OPTIONS: [(&str, &str); 18] = [
     ),
     (
         "grads-bf16",
-        "gradients are summed over microbatches in bf16",
+        "gradients are summed over microbatches in bf16, and travel in it",
+    ),
+    (
+        "grads-sent-bf16",
+        "gradients are summed over microbatches as usual, and travel in bf16",
     ),
     (
         "synchronous-launches",
@@ -284,6 +292,9 @@ impl Facts {
             version.since.as_deref(),
             device.map(|d| d.gpu.as_str()),
         );
+        if let Some(dtype) = version.gradients {
+            software.gradient_dtype = Some(dtype);
+        }
         if generation.sums_in_f16 && activations.compute() == DType::F16 {
             software.sum_dtype = Some(DType::F16);
         }
@@ -319,7 +330,11 @@ impl Facts {
             "dispatch-once-per-host" => software.dispatch_once_per_host = true,
             "fused-experts" => software.fused_experts = true,
             "synchronous-launches" => software.synchronous_launches = true,
-            "grads-bf16" => software.sum_dtype = Some(DType::Bf16),
+            "grads-bf16" => {
+                software.sum_dtype = Some(DType::Bf16);
+                software.gradient_dtype = Some(DType::Bf16);
+            }
+            "grads-sent-bf16" => software.gradient_dtype = Some(DType::Bf16),
             "no-tensor-overlap" => {
                 // As Megatron-LM did before 2024, and does without --tp-comm-overlap.
                 software.piecewise_axes.retain(|axis| axis != "tensor");
@@ -475,6 +490,12 @@ pub fn of_row(row: &Row, facts: &Facts) -> Result<MadeFor, Unmodelled> {
     if moves_once(row).is_some() && !options.iter().any(|o| o == once) {
         options.push(once.into());
     }
+    // What its generation's runs do, and the software does not unless it is asked to.
+    let usual = version.gradients.unwrap_or(generation.gradient_dtype);
+    let summed = options.iter().any(|o| o == "grads-bf16");
+    if usual != generation.gradient_dtype && generation.gradient_dtype == DType::Bf16 && !summed {
+        options.push("grads-sent-bf16".into());
+    }
     if cluster::has_synchronous_launches(row, facts)? {
         options.push("synchronous-launches".into());
     }
@@ -543,7 +564,7 @@ mod tests {
             let row = crate::row::rows(&crate::csv::parse(&text).unwrap()).remove(0);
             of_row(&row, &FACTS).unwrap().options
         };
-        let once = ["dispatch-once-per-host"];
+        let once = ["dispatch-once-per-host", "grads-sent-bf16"];
         assert_eq!(of("force-balanced; dispatcher DeepEP"), once);
         assert_eq!(of("HybridEP; DeepEP"), once);
         assert_eq!(of("no drops; DeepEP-v2"), once);
@@ -554,7 +575,7 @@ mod tests {
             "no HybridEP",
             "DeepEPs",
         ] {
-            assert!(of(without).is_empty(), "{without}");
+            assert_eq!(of(without), once[1..], "{without}");
         }
     }
 
@@ -575,7 +596,9 @@ mod tests {
         assert!(plain.narrow_gathers && !narrow.narrow_gathers);
         assert_eq!(plain.blocking_axes, ["tensor"]);
         assert!(of("torchtitan+async-tp").blocking_axes.is_empty());
-        assert_eq!(of("nemo+grads-bf16").sum_dtype, Some(DType::Bf16));
+        let summed = of("nemo+grads-bf16");
+        let both = (summed.sum_dtype, summed.gradient_dtype);
+        assert_eq!(both, (Some(DType::Bf16), Some(DType::Bf16)));
         let (usual, bare) = (
             of("megatron-core"),
             of(
@@ -589,9 +612,13 @@ mod tests {
             (0, 1)
         );
         assert_eq!(bare.piecewise_axes, ["context"]);
+        // Megatron-LM sums and sends gradients in f32 unless it is asked not to.
         assert_eq!(
             (usual.gradient_dtype, bare.gradient_dtype),
-            (Some(DType::Bf16), None)
+            (Some(DType::F32), None)
         );
+        let sent = of("megatron-core@2024+grads-sent-bf16");
+        let both = (sent.sum_dtype, sent.gradient_dtype);
+        assert_eq!(both, (None, Some(DType::Bf16)));
     }
 }

@@ -3,7 +3,7 @@
 use crate::memory;
 use crate::ranking::{Ranked, rankings};
 use crate::score::{
-    COUNTED_ROWS, Scored, Stratum, mean, median, memory_over_strata, over_strata, strata,
+    COUNTED_ROWS, Scored, Stratum, mean, median, memory_over_strata, over_strata, strata_among,
 };
 use published::{Outcome, Row};
 use std::collections::BTreeMap;
@@ -19,15 +19,13 @@ pub fn text(
     seconds: f64,
     first: &str,
 ) -> String {
-    let tier =
-        |t: char| -> Vec<Scored<'_>> { scored.iter().filter(|s| s.tier == t).cloned().collect() };
-    let (a, b) = (strata(&tier('A')), strata(&tier('B')));
+    let [a, b] = ['A', 'B'].map(|tier| strata_among(scored, tier, rows));
     let mut out = String::from("# Predictions against published runs\n\n");
     let predicted = outcomes.iter().filter(|o| o.is_ok()).count();
     push(
         &mut out,
         format!(
-            "Made by `cargo run --release -p benchmarks --bin published`: {predicted} of {} rows predicted in {seconds:.1} s. Step time is the target; errors are in percent of the measured value. Noise is the median spread of repeated configurations; no skill is the error of assuming the stratum's median MFU.\n",
+            "Made by `cargo run --release -p benchmarks --bin published`: {predicted} of {} rows predicted in {seconds:.1} s. Step time is the target; errors are in percent of the measured value. Noise is the median spread of repeated configurations; no skill is the error of assuming the stratum's median MFU. Strata count in a mean by their rows with a measurement, predicted or not.\n",
             rows.len()
         ),
     );
@@ -54,7 +52,8 @@ pub fn text(
     );
     families(&mut out, scored);
     out += &memory::text(scored);
-    ranked(&mut out, &rankings(&tier('A')));
+    let of_a: Vec<Scored<'_>> = scored.iter().filter(|s| s.tier == 'A').cloned().collect();
+    ranked(&mut out, &rankings(&of_a));
     missing(&mut out, rows, outcomes);
     out
 }
@@ -133,7 +132,7 @@ fn table(out: &mut String, strata: &[Stratum]) {
         push(
             out,
             format!(
-                "| {}{} | {} | {} | {:+.1}% | {} | {} | {memory} |",
+                "| {}{} | {}{} | {} | {:+.1}% | {} | {} | {memory} |",
                 s.name,
                 if s.is_diagnostic {
                     ", a diagnostic"
@@ -141,6 +140,10 @@ fn table(out: &mut String, strata: &[Stratum]) {
                     ""
                 },
                 s.n,
+                match s.measured > s.n {
+                    true => format!(" of {}", s.measured),
+                    false => String::new(),
+                },
                 percent(Some(s.mape)),
                 100.0 * s.bias,
                 percent(s.no_skill),

@@ -220,6 +220,15 @@ pub(crate) fn mesh_problem(mesh: &LogicalMesh, n_devices: u32) -> Option<(String
             format!("{sizes:?}"),
         ));
     }
+    // Specs name axes, with these signs between them.
+    let is_name = |name: &str| {
+        let plain = |c: char| c.is_alphanumeric() || matches!(c, '_' | '-' | '.');
+        !name.is_empty() && name != "_" && name.chars().all(plain)
+    };
+    if let Some(axis) = mesh.axes.iter().find(|a| !is_name(&a.name)) {
+        let expected = "axes with names of letters, digits, `_`, `-` and `.`";
+        return Some((expected.into(), format!("{:?}", axis.name)));
+    }
     let names: BTreeSet<&str> = mesh.axes.iter().map(|a| a.name.as_str()).collect();
     if names.len() != mesh.axes.len() {
         return Some(("axes of different names".into(), format!("{:?}", mesh.axes)));

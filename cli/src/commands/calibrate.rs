@@ -110,9 +110,9 @@ fn print_points(cluster: &Cluster) -> Result<(), Failure> {
         rows.collect(),
         1,
     ))?;
-    report::out(&report::wrapped(
+    report::out(
         "(size of a matmul: m x n x k; of attention: FLOPs in products, other FLOPs, bytes, and queries x keys x features of a head; of a vector kernel: FLOPs x bytes; of a conversion: the same x elements; of a copy, send or write: bytes; of a collective: bytes x ranks of a group x ranks at work\n median: time of one execution; spread: median absolute deviation, as a share of the median; points: how many have this size, such as the forms of a matmul in a forward pass and its gradients, of which the median one is shown; n: executions that were timed\n rate: FLOPs of a matmul, attention, vector kernel or conversion, or bytes of copies, sends and collectives, per second of the median)",
-    ))?;
+    )?;
     report::out("")
 }
 
@@ -171,9 +171,9 @@ fn print_fitted(args: &CalibrateArgs, cluster: &Cluster) -> Result<(), Failure> 
         ]);
     }
     report::out(&report::table(&["fitted", ""], fitted, 1))?;
-    report::out(&report::wrapped(
+    report::out(
         "(the figures of the cluster file, fitted to all points; a matmul reaches its rate when it is large; between ranks: of one message; ranks on processors: the processors that the ranks keep busy together, and their memory)",
-    ))?;
+    )?;
     report::out(&format!(
         "Written to {}. Next: meshwright compile MODEL --cluster {} --ranks {}",
         args.output.display(),

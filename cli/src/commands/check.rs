@@ -2,15 +2,20 @@
 
 use crate::args::CheckArgs;
 use crate::failure::Failure;
-use crate::plan_file;
-use crate::report;
+use crate::{plan_file, report, software};
 use checker::Violation;
+use cost_model::StepWork;
+use cost_model::simulate::SimulateOptions;
+use ir::Figure;
+use ir::plan::{Plan, Prediction};
+use ir::program::Program;
+use ir::training::TrainingGraph;
 use serde_json::json;
 
 pub fn run(args: &CheckArgs) -> Result<(), Failure> {
     let name = args.plan.display().to_string();
     let (plan, _) = plan_file::read(&args.plan)?;
-    let violations = checker::check_plan(&plan);
+    let violations = plan_file::violations(&plan);
     if !violations.is_empty() {
         list(args, &violations)?;
         return Err(plan_file::refused(&name, &plan, &violations));
@@ -21,6 +26,14 @@ pub fn run(args: &CheckArgs) -> Result<(), Failure> {
         list(args, &violations)?;
         let what = format!("{name}: the program of the plan");
         return Err(plan_file::rejected(&what, &violations));
+    }
+    let violations = played_otherwise(&plan, &training, &program)?;
+    if !violations.is_empty() {
+        list(args, &violations)?;
+        return Err(plan_file::rejected(
+            &format!("{name}: the plan"),
+            &violations,
+        ));
     }
     let instructions: usize = program
         .roles
@@ -54,6 +67,56 @@ pub fn run(args: &CheckArgs) -> Result<(), Failure> {
             None => String::new(),
         }
     ))
+}
+
+/// Figures that differ by a smaller share are the same: a plan may have been rewritten with five digits.
+const ROUNDING: f64 = 1e-4;
+
+/// Lists predicted figures that are not those of the plan's program, played on the plan's cluster: one of
+/// them was edited, or the cluster was.
+fn played_otherwise(
+    plan: &Plan,
+    training: &TrainingGraph,
+    program: &Program,
+) -> Result<Vec<Violation>, Failure> {
+    let work = StepWork::of(training, &plan.train);
+    let options = SimulateOptions::new(work);
+    let (played, _) = software::played(plan, program, &plan.cluster, &options)?;
+    let figures = |p: &Prediction| {
+        let mut all = vec![
+            ("step_time_s".to_string(), p.step_time_s.0),
+            ("tokens_per_s".into(), p.tokens_per_s),
+            ("mfu".into(), p.mfu),
+            ("hfu".into(), p.hfu),
+            ("bubble".into(), p.bubble),
+        ];
+        for (i, s) in p.stages.iter().enumerate() {
+            let of_stage = [
+                ("forward_s", s.forward_s.0),
+                ("backward_s", s.backward_s.0),
+                ("step_s", s.step_s.0),
+                ("compute_s", s.compute_s.0),
+                ("collective_s", s.collective_s.0),
+                ("transfer_s", s.transfer_s.0),
+                ("persistent_bytes", s.persistent_bytes.0 as f64),
+                ("peak_bytes", s.peak_bytes.0 as f64),
+            ];
+            let named = of_stage.map(|(key, x)| (format!("stages[{i}].{key}"), x));
+            all.extend(named);
+        }
+        all
+    };
+    let (stated, played) = (figures(&plan.predicted), figures(&played.prediction));
+    let differ = |x: f64, y: f64| (x - y).abs() > ROUNDING * x.abs().max(y.abs()).max(1e-9);
+    let both = stated.into_iter().zip(played);
+    let differing = both.filter(|((_, x), (_, y))| differ(*x, *y));
+    let violations = differing.map(|((key, x), (_, y))| Violation {
+        place: format!("predicted.{key}"),
+        rule: "simulation",
+        expected: format!("{}, as the program takes on the plan's cluster", Figure(y)),
+        actual: Figure(x).to_string(),
+    });
+    Ok(violations.collect())
 }
 
 /// Prints the violations as JSON, where that is asked for.

@@ -68,7 +68,7 @@ fn inspect(args: &LookArgs) -> Result<(), Failure> {
         report::out("")?;
         match summary {
             Ok(summary) => words(summary, args.verbose)?,
-            Err(e) => report::out(&report::wrapped(&format!("{}: {e}", path.display())))?,
+            Err(e) => report::out(&format!("{}: {e}", path.display()))?,
         }
     }
     Ok(())
@@ -87,6 +87,15 @@ fn words(of: &Summary, verbose: bool) -> Result<(), Failure> {
         o.seed
     ))?;
     report::out(&format!("  plan {}", o.plan_hash))?;
+    if let Some(data) = &o.data {
+        report::out(&format!(
+            "  data {} ({}), {} tokens of it for training, blake3 {}",
+            data.file,
+            Bytes(data.bytes),
+            data.train_tokens,
+            data.blake3.get(..12).unwrap_or(&data.blake3)
+        ))?;
+    }
     let elements = of
         .states
         .values()
@@ -139,6 +148,7 @@ fn as_json(path: &Path, of: &Result<Summary, RuntimeError>) -> Value {
         "seed": of.origin.seed,
         "global_batch": of.origin.global_batch,
         "sequence": of.origin.sequence,
+        "data": of.origin.data,
         "bytes": of.files.values().sum::<u64>(),
         "shards": of.files,
         "states": states.collect::<serde_json::Map<String, Value>>(),
@@ -185,15 +195,15 @@ fn verify(args: &LookArgs) -> Result<(), Failure> {
         for (path, verified) in &seen {
             let shown = path.display();
             match verified {
-                Ok(c) if c.origin().is_none() => report::out(&report::wrapped(&format!(
+                Ok(c) if c.origin().is_none() => report::out(&format!(
                     "{shown}: step {}, of an earlier build: it has no hashes, so damage cannot be seen",
                     c.step()
-                )))?,
+                ))?,
                 Ok(c) => report::out(&format!("{shown}: whole, step {}", c.step()))?,
                 Err(problems) => {
                     report::out(&format!("{shown}: damaged"))?;
                     for p in problems {
-                        report::out(&report::wrapped(&format!("  {p}")))?;
+                        report::out(&format!("  {p}"))?;
                     }
                 }
             }

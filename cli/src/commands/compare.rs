@@ -60,7 +60,7 @@ pub fn run(args: &CompareArgs) -> Result<(), Failure> {
     let different = different.as_deref();
     print_words(&loaded, measured, &comparison, different, args.verbose)?;
     if let Some(words) = next(args, &loaded, &comparison) {
-        report::out(&report::wrapped(&format!("\n{words}")))?;
+        report::out(&format!("\n{words}"))?;
     }
     refined.map_or(Ok(()), |r| r.print())
 }
@@ -264,22 +264,26 @@ fn print_words(
     }
     report::out(&format!(
         "{}{} on {} of {}: {} measured\n",
-        whose(None),
+        whose(None, ""),
         plan.name,
         ir::counted(measured.n_ranks, "rank"),
         plan.cluster.name,
         ir::counted(measured.steps.len() as u64, "step")
     ))?;
     if let Some(made_for) = &plan.made_for {
-        report::out(&report::wrapped(&format!(
+        report::out(&format!(
             "The plan is made for {}, of which it predicts {} a step; the run is Meshwright's own, and so are the predictions here.\n",
             published::software::title(Some(made_for)),
             plan.predicted.step_time_s
-        )))?;
+        ))?;
     }
     let mut rows = vec![
         row("step time", c.step_time_s, &seconds),
-        row("tokens/s", c.tokens_per_s, &report::count),
+        row(
+            &format!("{}/s", report::plan::unit(plan)),
+            c.tokens_per_s,
+            &report::count,
+        ),
         row("MFU", c.mfu, &report::percent),
         row("peak memory of a rank", c.peak_bytes, &bytes),
     ];
@@ -301,11 +305,11 @@ fn print_words(
             None => Ok(()),
         };
     }
-    report::out(&report::wrapped(&report::plan::mfu_convention(
+    report::out(&report::plan::mfu_convention(
         &plan.cluster,
         &plan.train,
         report::plan::used_devices(plan),
-    )))?;
+    ))?;
     let steps = [
         ("predicted", c.step_time_s.predicted),
         ("measured", c.step_time_s.measured),
@@ -318,9 +322,9 @@ fn print_words(
             report::out(&words)?;
         }
     }
-    report::out(&report::wrapped(
+    report::out(
         "Peak memory, predicted: the arena and what the cluster reserves for the runtime; measured: the arena and the scratch space in use.",
-    ))?;
+    )?;
     report::out("")?;
     let mut rows: Vec<Vec<String>> = c
         .stages
@@ -339,9 +343,9 @@ fn print_words(
         rows,
         2,
     ))?;
-    report::out(&report::wrapped(
+    report::out(
         "(forward and backward: of one microbatch, waiting included; all else: per step. Work: the time that a rank takes when nobody disturbs it. Waiting: for other ranks or for a processor; `inspect` counts it as part of compute and collectives where ranks share processors)",
-    ))?;
+    )?;
     if different.is_some() {
         return Ok(());
     }

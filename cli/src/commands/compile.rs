@@ -27,9 +27,21 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     let recipe = args.preset.as_deref().map(recipe).transpose()?;
     let made_for = software::asked(args.made_for.as_deref())?;
     let model = model::load(&args.model)?.with_expert_capacity(args.expert_capacity)?;
-    let spec = train_spec::train_spec(&args.train, model.max_sequence())?;
+    let mut spec = train_spec::train_spec(&args.train, model.max_sequence())?;
     let cluster = cluster::load(&args.cluster, args.hosts, args.ranks)?;
     let forward = model.graph(spec.sequence, spec.dropout)?;
+    // The ops decide: a graph brings its own, and most families have none.
+    let dropout = match spec.task.is_training() {
+        true => model::dropout(&forward),
+        false => spec.dropout,
+    };
+    if dropout != spec.dropout && args.train.dropout.is_some() {
+        crate::say(format_args!(
+            "note: --dropout {} does nothing: the dropout of this model is {dropout}, in its ops",
+            spec.dropout
+        ));
+    }
+    spec.dropout = dropout;
     let model_file = model::file(&args.model)?;
     let mut inputs = Vec::from_iter(model_file.as_deref());
     inputs.extend(cluster::file(&args.cluster));
@@ -339,10 +351,10 @@ fn print_words(
         counted(s.simulated, "plan")
     ))?;
     if let Some(preset) = preset {
-        report::out(&report::wrapped(&preset.words()))?;
+        report::out(&preset.words())?;
     }
     for note in notes(planned) {
-        report::out(&report::wrapped(&format!("Note: {note}.")))?;
+        report::out(&format!("Note: {note}."))?;
     }
     let mut alternatives = s.alternatives.clone();
     alternatives.sort_by(|a, b| a.1.0.total_cmp(&b.1.0));

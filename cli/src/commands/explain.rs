@@ -11,7 +11,7 @@ use crate::report::account::{Accounted, TermDifference, differences};
 use crate::report::degrees::Degrees;
 use crate::report::roofline::Rooflines;
 use crate::report::{self, percent, table, wrapped};
-use crate::software::whose;
+use crate::software::whose_plan;
 use ir::plan::Plan;
 use ir::{Bytes, Seconds};
 use planner::PlanError;
@@ -44,9 +44,9 @@ fn roofline(args: &ExplainArgs, loaded: &Loaded) -> Result<(), Failure> {
             "roofline": of,
         }));
     }
-    report::out(&wrapped(&of.verdict(&loaded.plan)))?;
+    report::out(&of.verdict(&loaded.plan))?;
     report::out(&of.tables(&loaded.plan))?;
-    report::out(&wrapped(&of.reading(&loaded.plan)))
+    report::out(&of.reading(&loaded.plan))
 }
 
 fn explain(args: &ExplainArgs, loaded: &Loaded, accounted: &Accounted) -> Result<(), Failure> {
@@ -63,12 +63,12 @@ fn explain(args: &ExplainArgs, loaded: &Loaded, accounted: &Accounted) -> Result
             "runners_up": plan.proof.runners_up,
         }));
     }
-    report::out(&wrapped(&accounted.verdict()))?;
+    report::out(&accounted.verdict())?;
     if let Some(words) = accounted.pace(plan) {
         report::out(&words)?;
     }
     report::out(&accounted.memory())?;
-    report::out(&wrapped(&format!("Degrees: {degrees}")))?;
+    report::out(&format!("Degrees: {degrees}"))?;
     report::out("\nWhere the step's time goes")?;
     report::out(&accounted.step())?;
     report::out("\nThe same by mesh and kind of layer, without what is hidden")?;
@@ -136,7 +136,7 @@ fn why_not(args: &ExplainArgs, loaded: &Loaded, accounted: &Accounted) -> Result
     let degrees = [loaded, &other].map(|l| Degrees::of(&l.plan, &l.training));
     let verdict = format!(
         "{}{}",
-        whose(loaded.plan.made_for.as_ref()),
+        whose_plan(&loaded.plan),
         verdict(&pins, [accounted, &of_other], &terms, &degrees)
     );
     if args.json {
@@ -153,7 +153,7 @@ fn why_not(args: &ExplainArgs, loaded: &Loaded, accounted: &Accounted) -> Result
             "plan": args.output,
         }));
     }
-    report::out(&wrapped(&verdict))?;
+    report::out(&verdict)?;
     report::out("\nThe step of the average rank, term by term")?;
     report::out(&term_table([accounted, &of_other], &terms, &pins))?;
     report::out("\nWhat the plans decide")?;
@@ -261,7 +261,7 @@ fn no_plan(args: &ExplainArgs, pins: &str, plan: &Plan, e: &PlanError) -> Result
     };
     let verdict = format!(
         "{}There is no plan with {pins}: {e}.{own}",
-        whose(plan.made_for.as_ref())
+        whose_plan(plan)
     );
     if args.json {
         return report::print_json(&json!({
@@ -272,5 +272,5 @@ fn no_plan(args: &ExplainArgs, pins: &str, plan: &Plan, e: &PlanError) -> Result
             "reason": e.to_string(),
         }));
     }
-    report::out(&wrapped(&verdict))
+    report::out(&verdict)
 }

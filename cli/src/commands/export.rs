@@ -236,5 +236,5 @@ fn print_words(
     }
     let names: Vec<String> = paths.iter().map(|p| p.display().to_string()).collect();
     w += &format!("Written: {}", names.join(", "));
-    report::out(report::wrapped(&w).trim_end())
+    report::out(w.trim_end())
 }

@@ -86,9 +86,10 @@ pub fn run(args: &FitsArgs) -> Result<(), Failure> {
             "searches": search.steps,
         }));
     }
-    report::out(&wrapped(&verdict))?;
-    report::out(&wrapped(&states.words()))?;
-    report::out(&words(&rows))
+    report::out(&verdict)?;
+    report::out(&states.words())?;
+    let unit = report::plan::unit_of(&search.wanted.forward);
+    report::out(&words(&rows, unit))
 }
 
 /// The cluster whose devices are counted.
@@ -253,18 +254,19 @@ fn verdict(args: &FitsArgs, search: &Search<'_>, smallest: &Tried, states: &Stat
         None => "There are no fewer".into(),
     };
     format!(
-        "{}The smallest number of devices of {} with a plan that was found is {}: {}; {}tokens/s, MFU {}, {} on the fullest. {below}.",
+        "{}The smallest number of devices of {} with a plan that was found is {}: {}; {} {}/s, MFU {}, {} on the fullest. {below}.",
         search.wanted.whose(),
         args.device,
         smallest.devices,
         plan.degrees,
-        count(plan.tokens_per_s),
+        count(plan.tokens_per_s).trim_end(),
+        report::plan::unit_of(&search.wanted.forward),
         percent(plan.mfu),
         plan.peak_bytes,
     )
 }
 
-fn words(rows: &[&Tried]) -> String {
+fn words(rows: &[&Tried], unit: &str) -> String {
     let cells = |r: &&Tried| {
         let of = |show: &dyn Fn(&Point) -> String| r.plan.as_ref().map_or("-".into(), show);
         vec![
@@ -277,7 +279,8 @@ fn words(rows: &[&Tried]) -> String {
             of(&|p| p.peak_bytes.to_string()),
         ]
     };
-    let header = ["devices", "step", "tokens/s", "MFU", "memory"];
+    let rate = format!("{unit}/s");
+    let header = ["devices", "step", &rate, "MFU", "memory"];
     let mut w = String::from("\nWhat was tried\n");
     w += &table(&header, rows.iter().map(cells).collect(), 0);
     w += "\n\nThe plans\n";

@@ -106,6 +106,11 @@ pub fn run(args: &ImportJobArgs) -> Result<(), Failure> {
     }
 }
 
+/// Whether software that is named with its version is of 2024 or before: Megatron-Core 0.18 is of 2026.
+fn is_older(software: &str) -> bool {
+    published::software::parse(software).is_ok_and(|of| of.version.as_str() < "2025")
+}
+
 /// Reads the job, with the files that it names.
 fn read(args: &ImportJobArgs) -> Result<Reading, Failure> {
     let text = files::read_text(&args.job, "job", files::LARGE)?;
@@ -114,6 +119,7 @@ fn read(args: &ImportJobArgs) -> Result<Reading, Failure> {
         variables: settings(&args.set)?,
         sequence: args.sequence,
         has_model: args.model.is_some(),
+        is_older: args.made_for.as_deref().is_some_and(is_older),
     };
     let folder = args.job.parent().unwrap_or(Path::new(""));
     // From the folder of the script, else from here.

@@ -34,10 +34,10 @@ fn print_words(args: &InspectArgs, loaded: &Loaded) -> Result<(), Failure> {
         program,
         ..
     } = loaded;
-    report::prose(&report::plan::words(plan, training))?;
+    report::out(&report::plan::words(plan, training))?;
     let repeated = report::plan::repeated_work(&report::plan::stages(plan, training));
     for note in repeated {
-        report::prose(&format!("Note: {note}."))?;
+        report::out(&format!("Note: {note}."))?;
     }
     if let Some(made_for) = &plan.made_for {
         let summary = export::summary(plan, training);
@@ -50,9 +50,7 @@ fn print_words(args: &InspectArgs, loaded: &Loaded) -> Result<(), Failure> {
             }
             None => {
                 let why = summary.obstacles.join("; ");
-                report::out(&report::wrapped(&format!(
-                    "\n{title} has no words for it: {why}."
-                )))?;
+                report::out(&format!("\n{title} has no words for it: {why}."))?;
             }
         }
         report::out("\nWhat its processes hold")?;

@@ -25,6 +25,6 @@ pub fn run(args: &LowerArgs) -> Result<(), Failure> {
     };
     match &args.output {
         Some(path) => outputs::write_atomic(path, text.as_bytes()),
-        None => report::out(text.trim_end()),
+        None => report::document(text.trim_end()),
     }
 }

@@ -42,7 +42,7 @@ pub fn run(args: &ModelsArgs) -> Result<(), Failure> {
         models.iter().map(row).collect(),
         2,
     ))?;
-    report::prose(
+    report::out(
         "`meshwright compile MODEL` plans for any of them, and `meshwright models MODEL` prints its config.json.\n\
          Any other model of these types is given by its own config.json, or the folder that has it.",
     )
@@ -51,7 +51,7 @@ pub fn run(args: &ModelsArgs) -> Result<(), Failure> {
 /// Prints the configuration of a model.
 fn one(name: &str) -> Result<(), Failure> {
     if let Some((_, text)) = builtin::find(name) {
-        return report::out(text.trim_end());
+        return report::document(text.trim_end());
     }
     let near = files::closest(name, builtin::names());
     let near = near.map(|near| format!("did you mean `{near}`? "));

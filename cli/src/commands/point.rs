@@ -40,7 +40,7 @@ impl Wanted {
     /// Says for whose runtime the figures are.
     pub fn whose(&self) -> String {
         let other = self.options.made_for.as_ref();
-        software::whose(other.map(|o| &o.made_for))
+        software::whose(other.map(|o| &o.made_for), &self.forward.name)
     }
 
     /// Builds what the arguments ask for.

@@ -64,10 +64,10 @@ pub fn run(args: &PresetsArgs) -> Result<(), Failure> {
     ))?;
     if let Ok(catalogue) = presets::catalogue() {
         let list = |names: Vec<&str>| names.join(", ");
-        report::prose(&format!("Devices: {}", list(catalogue.devices().collect())))?;
-        report::prose(&format!("Links: {}", list(catalogue.links().collect())))?;
+        report::out(&format!("Devices: {}", list(catalogue.devices().collect())))?;
+        report::out(&format!("Links: {}", list(catalogue.links().collect())))?;
     }
-    report::prose(
+    report::out(
         "A cluster may be composed: --cluster DEVICE*COUNT+LINK+LINK*CARDS, such as h100-sxm*8+nvlink4+roce-400*4, or DEVICE*COUNT+LINK for one host.\n\
          `meshwright presets NAME` prints one as a file with the source of every figure; --hosts changes the number of hosts.",
     )
@@ -81,5 +81,5 @@ fn one(name: &str, json: bool) -> Result<(), Failure> {
     }
     let text = presets::print(&cluster)
         .map_err(|e| Failure::new(Exit::Internal, format!("printing `{name}`: {e}")))?;
-    report::out(text.trim_end())
+    report::document(text.trim_end())
 }

@@ -27,7 +27,7 @@ use ir::{Bytes, OpKind, Seconds, Task};
 use leaps::Leaps;
 use runtime::RuntimeError;
 use runtime::checkpoint::{Checkpoint, Found, save_keeping};
-use runtime::data::{DataOptions, Dataset};
+use runtime::data::{DataOptions, Dataset, Seen};
 use runtime::device::cuda::{Matmuls, Multiplier};
 use runtime::device::{Backend, cuda};
 use runtime::execute::{Session, SessionOptions, StateRequest};
@@ -59,7 +59,12 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     if let Some(path) = &args.weights {
         check_weights(path)?;
     }
-    let resume = args.resume.as_deref().map(|p| checkpoint(p, &loaded));
+    let data = match args.resume {
+        Some(_) => Some(Arc::new(dataset(args, &loaded.training)?)),
+        None => None,
+    };
+    let resume = args.resume.as_deref().zip(data.as_deref());
+    let resume = resume.map(|(path, data)| checkpoint(path, &loaded, data));
     let resume = resume.transpose()?;
     let config = config(args)?;
     if let Some((config, path)) = &config {
@@ -69,7 +74,10 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         (Some(path), Some((config, _))) => Some(Weights::open(path, config)?),
         _ => None,
     };
-    let dataset = Arc::new(dataset(args, &loaded.training)?);
+    let dataset = match data {
+        Some(data) => data,
+        None => Arc::new(dataset(args, &loaded.training)?),
+    };
     check_outputs(args, resume.as_deref())?;
     match args.backend {
         BackendArg::Cpu => fits_machine(&loaded, &setting)?,
@@ -148,7 +156,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         print_json(args, &loaded, &measurement, &chosen)?;
     } else {
         print_words(args, &loaded, &measurement, &chosen)?;
-        report::prose(&format!("Written: {}.", written.join(", ")))?;
+        report::out(&format!("Written: {}.", written.join(", ")))?;
     }
     whole(args, loaded.plan.train.task, &measurement, &written)
 }
@@ -393,8 +401,9 @@ fn check_weights(path: &Path) -> Result<(), Failure> {
 }
 
 /// Finds the newest undamaged checkpoint where `--resume` says, and checks that it is of the plan's
-/// model. Warns where the run will differ from one that never stopped.
-fn checkpoint(path: &Path, loaded: &Loaded) -> Result<Arc<Checkpoint>, Failure> {
+/// model. Warns where the run will differ from one that never stopped; of other data, which people mean
+/// more often than not, in the first line.
+fn checkpoint(path: &Path, loaded: &Loaded, data: &Dataset) -> Result<Arc<Checkpoint>, Failure> {
     if !path.exists() {
         let what = format!(
             "--resume {}: there is no such folder or file",
@@ -408,6 +417,20 @@ fn checkpoint(path: &Path, loaded: &Loaded) -> Result<Arc<Checkpoint>, Failure> 
         passed_over,
     } = runtime::checkpoint::find(path)?;
     let shown = checkpoint.path().display();
+    let is_training = loaded.plan.train.task.is_training();
+    let origin = checkpoint.origin().filter(|_| is_training);
+    let trained_on = origin.and_then(|o| Some((o, o.data.as_ref()?)));
+    if let (Some((origin, before)), Some(now)) = (trained_on, data.seen())
+        && let Some(difference) = before.difference(now)
+    {
+        let of = |seen: &Seen| format!("{} ({})", seen.file, Bytes(seen.bytes));
+        crate::say(format_args!(
+            "warning: {shown} was trained {difference}: {} then, {} now. The run goes on at sample {} of the new order, as if these had been its data from the start.",
+            of(before),
+            of(now),
+            origin.next_sample
+        ));
+    }
     // The folder that others are added to beside it, whichever of the two was named.
     let own = checkpoint.path();
     let parent = own.parent().filter(|p| !p.as_os_str().is_empty());
@@ -758,7 +781,8 @@ fn train_all(
         step: options.resume.as_ref().map_or(0, |c| c.step()),
         resumes: options.resume.is_some() || args.continued.is_some(),
     };
-    let mut watch = Watch::open(args, &described)?;
+    let unit = report::plan::unit(plan);
+    let mut watch = Watch::open(args, &described, unit)?;
     let mut leaps = Leaps::default();
     let bar = ProgressBar::new(args.steps);
     if let Ok(style) = ProgressStyle::with_template("{bar:30} {pos}/{len} {msg} ({eta} left)") {
@@ -775,9 +799,9 @@ fn train_all(
             let tokens_per_s = rates.tokens / seconds;
             bar.inc(1);
             bar.set_message(format!(
-                "loss {:.4}, {} tokens/s, MFU {}",
+                "loss {:.4}, {} {unit}/s, MFU {}",
                 measured.loss,
-                report::count(tokens_per_s),
+                report::count(tokens_per_s).trim_end(),
                 rates.mfu_words(seconds)
             ));
             watch.step(Figures {
@@ -990,14 +1014,15 @@ fn print_words(
         report::out(&format!("  validation loss after {steps}: {loss:.4}"))?;
     }
     report::out(&format!(
-        "Measured: {} per step (median), {} tokens/s, MFU {}",
+        "Measured: {} per step (median), {} {}/s, MFU {}",
         m.step_time_s,
-        report::count(m.tokens_per_s),
+        report::count(m.tokens_per_s).trim_end(),
+        report::plan::unit(&loaded.plan),
         rates.mfu_words(m.step_time_s.0)
     ))?;
     let cluster = &loaded.plan.cluster;
     let devices = report::plan::used_devices(&loaded.plan);
-    report::out(&report::wrapped(&match runs_as_planned(args, loaded) {
+    report::out(&match runs_as_planned(args, loaded) {
         true => format!(
             "  {}",
             report::plan::mfu_convention(cluster, &loaded.plan.train, devices)
@@ -1006,7 +1031,7 @@ fn print_words(
             "  Executed by {}; the plan is for {}, whose peak says nothing about this run.",
             m.executed_on, cluster.name
         ),
-    }))?;
+    })?;
     let seconds = m.step_time_s.0;
     let mistake = report::plan::mistake(&loaded.plan, &loaded.training, seconds, "measured");
     if let Some(words) = mistake.filter(|_| runs_as_planned(args, loaded)) {
@@ -1031,8 +1056,7 @@ fn print_words(
         report::out(&format!("Ranks met by {by}."))?;
     }
     report::out(&format!(
-        "Written to {}. Next: meshwright compare {} {}",
-        args.output.display(),
+        "Next: meshwright compare {} {}",
         args.plan.display(),
         args.output.display()
     ))

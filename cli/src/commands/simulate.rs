@@ -5,7 +5,7 @@ use crate::failure::Failure;
 use crate::outputs;
 use crate::plan_file;
 use crate::report;
-use crate::software::{self, whose};
+use crate::software::{self, whose_plan};
 use cost_model::simulate::{SimulateOptions, TimelineDetail};
 use cost_model::{StepWork, trace};
 use serde_json::json;
@@ -39,11 +39,11 @@ pub fn run(args: &SimulateArgs) -> Result<(), Failure> {
     }
     report::out(&format!(
         "{}{} on {}: one step\n",
-        whose(plan.made_for.as_ref()),
+        whose_plan(plan),
         plan.name,
         plan.cluster.name
     ))?;
-    report::prose(report::plan::predicted(plan, &played.prediction).trim_end())?;
+    report::out(report::plan::predicted(plan, &played.prediction).trim_end())?;
     let step_s = played.prediction.step_time_s.0;
     if let Some(words) = report::plan::mistake(plan, &loaded.training, step_s, "predicted") {
         report::out(&words)?;

@@ -47,7 +47,7 @@ pub fn run(args: &SolveArgs) -> Result<(), Failure> {
         report::out(&format!("{:9.3} s  {}: {}", t.seconds, t.phase, t.note))?;
     }
     let line = line(&result, problem.usage_limit, options.backend.name());
-    report::out(&line.to_string())?;
+    report::document(&line.to_string())?;
     verdict(args, &result, cancel.load(Ordering::Relaxed))
 }
 

@@ -95,7 +95,10 @@ pub fn run(args: &SweepArgs) -> Result<(), Failure> {
         outputs::write_atomic(path, csv(&rows).as_bytes())?;
     }
     if let Some(path) = &args.svg {
-        outputs::write_atomic(path, draw::svg(&series(&rows)).as_bytes())?;
+        outputs::write_atomic(
+            path,
+            draw::svg(&series(&rows), report::plan::unit_of(&wanted.forward)).as_bytes(),
+        )?;
     }
     if rows.iter().all(|r| r.point.is_none()) {
         return Err(no_point(&rows));
@@ -107,13 +110,14 @@ pub fn run(args: &SweepArgs) -> Result<(), Failure> {
             "ended_early": early,
         }));
     }
-    let verdict = format!("{}{}", wanted.whose(), verdict(&rows, tokens));
-    report::out(&wrapped(&verdict))?;
+    let unit = report::plan::unit_of(&wanted.forward);
+    let verdict = format!("{}{}", wanted.whose(), verdict(&rows, tokens, unit));
+    report::out(&verdict)?;
     if let Some(words) = &early {
-        report::out(&wrapped(words))?;
+        report::out(words)?;
     }
     report::out("")?;
-    report::out(&words(&rows, tokens))?;
+    report::out(&words(&rows, tokens, unit))?;
     for path in files {
         report::out(&format!("Written to {}.", path.display()))?;
     }
@@ -228,18 +232,18 @@ fn no_point(rows: &[Row]) -> Failure {
 }
 
 /// Names the point that is fastest, and the cheapest one where prices are known.
-fn verdict(rows: &[Row], tokens: Option<f64>) -> String {
+fn verdict(rows: &[Row], tokens: Option<f64>, unit: &str) -> String {
     let with = || rows.iter().filter_map(|r| Some((r, r.point.as_ref()?)));
     let place = |r: &Row| format!("{} with {}", r.cluster, counted(r.devices, "device"));
     let fastest = with().max_by(|a, b| a.1.tokens_per_s.total_cmp(&b.1.tokens_per_s));
     let mut w = fastest.map_or(String::new(), |(r, p)| {
         let to = tokens.zip(r.days).map_or(String::new(), |(n, days)| {
-            format!(", {} to {}tokens", days_of(days), count(n))
+            format!(", {} to {} {unit}", days_of(days), count(n).trim_end())
         });
         format!(
-            "The fastest is {}: {}tokens/s{to}.",
+            "The fastest is {}: {} {unit}/s{to}.",
             place(r),
-            count(p.tokens_per_s)
+            count(p.tokens_per_s).trim_end()
         )
     });
     let costs = with().filter_map(|(r, _)| Some((r, r.cost?)));
@@ -272,9 +276,10 @@ fn price(cost: f64) -> String {
     }
 }
 
-fn words(rows: &[Row], tokens: Option<f64>) -> String {
+fn words(rows: &[Row], tokens: Option<f64>, unit: &str) -> String {
+    let rate = format!("{unit}/s");
     let mut header = vec![
-        "cluster", "hosts", "devices", "step", "tokens/s", "MFU", "memory",
+        "cluster", "hosts", "devices", "step", &rate, "MFU", "memory",
     ];
     let has_cost = rows.iter().any(|r| r.cost.is_some());
     if tokens.is_some() {

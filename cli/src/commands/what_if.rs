@@ -12,10 +12,10 @@ use crate::plan_file::{self, Loaded};
 use crate::quantity::Unit;
 use crate::report::against::Against;
 use crate::report::degrees::Degrees;
-use crate::report::{self, percent, wrapped};
+use crate::report::{self, percent};
 use crate::{cluster, model, outputs, software};
 use cost_model::presets;
-use fact::Setting;
+use fact::{Fact, Setting};
 use ir::cluster::Cluster;
 use ir::plan::Plan;
 use ir::{Graph, Seconds, TrainSpec, counted};
@@ -119,14 +119,14 @@ pub fn run(args: &WhatIfArgs) -> Result<(), Failure> {
             "plan": args.output,
         }));
     }
-    report::out(&wrapped(&verdict))?;
+    report::out(&verdict)?;
     if watching.is_over() {
-        report::out(&wrapped(
+        report::out(
             "Ended early: the new plan is the best that was found by then, or the value at which the choice changes was looked for no further.",
-        ))?;
+        )?;
     }
     if let (Some(flip), Some(setting)) = (&flip, settings.first()) {
-        report::out(&wrapped(&flip.words(setting.fact.unit())))?;
+        report::out(&flip.words(setting.fact.unit()))?;
     }
     report::out("")?;
     report::out(&against.words(["this plan", "the new one"]))?;
@@ -149,6 +149,12 @@ fn change(
     if let Some(text) = &args.hosts {
         let old = again.cluster.n_hosts;
         let new = whole("--hosts", text, old.into())?;
+        unchanged(
+            "--hosts",
+            text,
+            new == u64::from(old),
+            &counted(old, "host"),
+        )?;
         let hosts = u32::try_from(new).unwrap_or(u32::MAX);
         let name = again.cluster.name.clone();
         let changed = presets::with_hosts(again.cluster.clone(), hosts);
@@ -161,10 +167,31 @@ fn change(
         })?;
         changes.push(format!("{} in place of {old}", counted(new, "host")));
     }
+    let mut facts = Vec::new();
     for setting in settings {
+        let (flag, unit) = (format!("--set {}", setting.key), setting.fact.unit());
+        let fact = setting.fact.of(&again.cluster)?;
+        if let Some((_, first)) = facts.iter().find(|(known, _)| *known == fact) {
+            let what = format!(
+                "{flag}={} and --set {first} change the same fact",
+                setting.text
+            );
+            return Err(Failure::new(Exit::Usage, what).help("give each fact one new value"));
+        }
+        facts.push((fact, format!("{}={}", setting.key, setting.text)));
         let [old, new] = setting.values(&again.cluster, dtype)?;
+        let is_old = (new - old).abs() <= 1e-9 * old.abs();
+        unchanged(&flag, &setting.text, is_old, &unit.show(old))?;
         setting.fact.set(&mut again.cluster, dtype, new)?;
-        let unit = setting.fact.unit();
+        let reserved = again.cluster.device.memory_reserved_bytes;
+        if setting.fact == Fact::Memory && again.cluster.device.memory_bytes <= reserved {
+            let what = format!(
+                "{flag}={}: a device reserves {reserved} of its memory, so {} leave nothing for a plan",
+                setting.text,
+                unit.show(new)
+            );
+            return Err(Failure::new(Exit::Usage, what).help("give --set memory more"));
+        }
         changes.push(format!(
             "{} {} in place of {}",
             setting.key,
@@ -176,6 +203,8 @@ fn change(
     if let Some(text) = &args.global_batch {
         let old = again.train.global_batch;
         again.train.global_batch = whole("--global-batch", text, old)?;
+        let is_old = again.train.global_batch == old;
+        unchanged("--global-batch", text, is_old, &counted(old, "sample"))?;
         changes.push(format!(
             "a global batch of {} in place of {old}",
             again.train.global_batch
@@ -184,18 +213,30 @@ fn change(
     if let Some(text) = &args.sequence {
         let old = again.train.sequence;
         again.train.sequence = whole("--sequence", text, old)?;
+        let is_old = again.train.sequence == old;
+        unchanged("--sequence", text, is_old, &counted(old, "token"))?;
         changes.push(format!(
             "sequences of {} tokens in place of {old}",
             again.train.sequence
         ));
-        if again.train.sequence != old {
-            again.forward = graph_of(args, &again.train)?;
-        }
+        again.forward = graph_of(args, &again.train)?;
     }
     if let Some(problem) = again.train.problems().first() {
         return Err(Failure::new(Exit::Usage, problem));
     }
     Ok(changes)
+}
+
+/// Refuses a value that stands already: the answer to it would be the plan that there is.
+fn unchanged(flag: &str, text: &str, is_old: bool, old: &str) -> Result<(), Failure> {
+    match is_old {
+        false => Ok(()),
+        true => {
+            let sign = if flag.starts_with("--set") { '=' } else { ' ' };
+            let what = format!("{flag}{sign}{text} changes nothing: the plan is for {old}");
+            Err(Failure::new(Exit::Usage, what).help("give another value, or leave it out"))
+        }
+    }
 }
 
 /// A cluster that can be planned for.
@@ -300,11 +341,12 @@ fn verdict(
 ) -> String {
     let tokens = |l: &Loaded| l.plan.predicted.tokens_per_s;
     let step_s = |l: &Loaded| l.plan.predicted.step_time_s.0;
+    let unit = report::plan::unit(&loaded.plan);
     let (best, faster) = (step_s(other), tokens(other) / tokens(loaded) - 1.0);
     let rate = match faster {
-        f if f.abs() < SAME => "as many tokens per second".to_string(),
-        f if f > 0.0 => format!("{} more tokens per second", percent(f)),
-        f => format!("{} fewer tokens per second", percent(-f)),
+        f if f.abs() < SAME => format!("as many {unit} per second"),
+        f if f > 0.0 => format!("{} more {unit} per second", percent(f)),
+        f => format!("{} fewer {unit} per second", percent(-f)),
     };
     let choice = match degrees[0] == degrees[1] {
         true => "It has the same degrees as this one".to_string(),
@@ -313,7 +355,7 @@ fn verdict(
             degrees[1], degrees[0]
         ),
     };
-    let whose = software::whose(loaded.plan.made_for.as_ref());
+    let whose = software::whose_plan(&loaded.plan);
     let own = match kept {
         Kept::Fits { step_time_s } if *step_time_s < best * (1.0 - SAME) => {
             return format!(

@@ -27,6 +27,9 @@ pub struct Accounted {
     pub account: Account,
     /// For whose runtime the figures are.
     pub runtime: String,
+    /// The same, to begin a report with.
+    #[serde(skip)]
+    pub whose: String,
     /// The limits of the step, the most important first.
     pub limits: Vec<Limit>,
     /// Bytes of the rank that needs most, and what plans may use.
@@ -70,6 +73,7 @@ impl Accounted {
         Ok(Accounted {
             kinds,
             runtime: published::software::title(plan.made_for.as_ref()),
+            whose: crate::software::whose_plan(plan),
             limits: limits(&account.average(), &name),
             memory: memory(plan),
             account,
@@ -86,8 +90,8 @@ impl Accounted {
         let first = self.limits.first();
         let verdict = first.map_or(String::new(), |first| {
             format!(
-                "For {}: the step of {} is bound by {}. Of the average rank's time, {} goes there.",
-                self.runtime,
+                "{}the step of {} is bound by {}. Of the average rank's time, {} goes there.",
+                self.whose,
                 Seconds(self.account.step_s),
                 match first.what.as_str() {
                     "kernels bound by arithmetic" => "arithmetic",

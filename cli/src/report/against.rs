@@ -196,9 +196,13 @@ fn predicted(a: &Plan, b: &Plan) -> Vec<Quantity> {
         let peaks = plan.predicted.stages.iter().map(|s| s.peak_bytes.0);
         peaks.max().unwrap_or(0) as f64
     };
+    let rate = match super::plan::unit(a) {
+        super::plan::IMAGES => "images/s",
+        _ => "tokens/s",
+    };
     let mut figures = vec![
         of("step time", Kind::Seconds, &|p| p.predicted.step_time_s.0),
-        of("tokens/s", Kind::Rate, &|p| p.predicted.tokens_per_s),
+        of(rate, Kind::Rate, &|p| p.predicted.tokens_per_s),
         of("MFU", Kind::Share, &|p| p.predicted.mfu),
     ];
     if !hfu(p.mfu, p.hfu).is_empty() || !hfu(q.mfu, q.hfu).is_empty() {

@@ -20,10 +20,10 @@ pub mod roofline;
 pub mod software;
 pub mod strategies;
 
-use crate::document;
 use crate::failure::{Exit, Failure};
 use comfy_table::{CellAlignment, ColumnConstraint, ContentArrangement, Table, Width, presets};
 use serde::Serialize;
+use std::borrow::Cow;
 use std::os::fd::AsFd;
 use std::sync::OnceLock;
 
@@ -202,18 +202,69 @@ pub fn wrapped_within(most: usize, text: &str) -> String {
     out
 }
 
-/// Prints sentences, [`wrapped`].
-pub fn prose(text: &str) -> Result<(), Failure> {
-    out(&wrapped(text))
-}
-
-/// Prints a value as JSON.
+/// Prints a value as JSON, in which all that a terminal would obey is escaped.
 pub fn print_json(value: &impl Serialize) -> Result<(), Failure> {
-    out(document::to_json(value)?.trim_end())
+    let text = crate::document::to_json(value)?;
+    let is_harmless = |c: char| c == '\n' || !is_obeyed(c);
+    write(&match text.trim_end() {
+        text if text.chars().all(is_harmless) => text.to_string(),
+        text => text
+            .chars()
+            .map(|c| match is_harmless(c) {
+                true => c.to_string(),
+                false => format!("\\u{:04x}", u32::from(c)),
+            })
+            .collect(),
+    })
 }
 
-/// Prints to standard output; a reader that has gone away (`| head`) is no error.
+/// Whether a terminal obeys a character in place of showing it: control characters, and those that turn
+/// the direction of text.
+fn is_obeyed(c: char) -> bool {
+    c.is_control()
+        || matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+}
+
+/// Shows a character of a line of some document: a tab as a blank, what a terminal would obey as its
+/// number.
+pub fn visible_char(c: char) -> String {
+    match c {
+        '\t' => " ".into(),
+        c if is_obeyed(c) => c.escape_default().to_string(),
+        c => c.to_string(),
+    }
+}
+
+/// Shows text that may hold words of a document, a file's name or a variable: lines as they are, and
+/// what a terminal would obey as its number.
+pub fn visible(text: &str) -> Cow<'_, str> {
+    let is_shown = |c: char| matches!(c, '\n' | '\t') || !is_obeyed(c);
+    match text.chars().all(is_shown) {
+        true => Cow::Borrowed(text),
+        false => {
+            let of = |c| match is_shown(c) {
+                true => String::from(c),
+                false => visible_char(c),
+            };
+            Cow::Owned(text.chars().map(of).collect())
+        }
+    }
+}
+
+/// Prints sentences and tables to standard output, [`visible`] and [`wrapped`]; a reader that has gone
+/// away (`| head`) is no error.
 pub fn out(text: &str) -> Result<(), Failure> {
+    let shown = visible(text);
+    let blank = shown.len() - shown.trim_end_matches('\n').len();
+    write(&(wrapped(&shown) + &"\n".repeat(blank)))
+}
+
+/// Prints a document as it is, but for what a terminal would obey: programs, configurations, schemas.
+pub fn document(text: &str) -> Result<(), Failure> {
+    write(&visible(text))
+}
+
+fn write(text: &str) -> Result<(), Failure> {
     use std::io::Write;
     match writeln!(std::io::stdout().lock(), "{text}") {
         Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(Failure::new(

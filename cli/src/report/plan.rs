@@ -3,13 +3,16 @@
 use super::parallelism::{AxisReport, axes};
 use super::strategies::layer_range;
 use super::{count, percent, table, wrapped};
-use crate::software::whose;
+use crate::software::whose_plan;
 use cost_model::StepWork;
 use cost_model::utilisation::{peak_dtype, peak_flops_per_s, too_fast};
 use ir::cluster::Cluster;
+use ir::op::InputKind;
 use ir::plan::{Plan, Prediction, ScheduleKind, StageProof};
 use ir::training::TrainingGraph;
-use ir::{Bytes, DType, DeviceMesh, Optimizer, Pass, Seconds, Task, TrainSpec, counted};
+use ir::{
+    Bytes, DType, DeviceMesh, Graph, OpKind, Optimizer, Pass, Seconds, Task, TrainSpec, counted,
+};
 use serde::Serialize;
 use std::fmt::Write;
 
@@ -101,9 +104,10 @@ fn in_groups(cluster: &Cluster, groups: &[usize]) -> String {
 }
 
 /// Reports axes along which all ranks of a stage do the same work in every layer and hold the same
-/// parts of every parameter, so that their devices add nothing.
+/// parts of every parameter, so that their devices add nothing: stages of which the same is said
+/// together.
 pub fn repeated_work(stages: &[StageReport]) -> Vec<String> {
-    let mut said = Vec::new();
+    let mut of: Vec<((&str, u32), Vec<usize>)> = Vec::new();
     for (i, stage) in stages.iter().enumerate() {
         for (k, (name, size)) in stage.mesh.iter().enumerate() {
             let adds = |run: &RunReport| {
@@ -111,19 +115,33 @@ pub fn repeated_work(stages: &[StageReport]) -> Vec<String> {
                 axis.is_none_or(|a| !a.does.is_empty() || a.zero != Some(0))
             };
             if *size > 1 && !stage.layers.iter().any(adds) {
-                said.push(format!(
-                    "the {size} ranks along axis {name} of stage {i} all do the same work: 1 of {size} of its devices would be as fast"
-                ));
+                let axis = (name.as_str(), *size);
+                match of.iter_mut().find(|(known, _)| *known == axis) {
+                    Some((_, stages)) => stages.push(i),
+                    None => of.push((axis, vec![i])),
+                }
             }
         }
     }
-    said
+    let said = of.into_iter().map(|((name, size), stages)| {
+        let whose = match stages.as_slice() {
+            [one] => format!("stage {one}"),
+            many => {
+                let many: Vec<String> = many.iter().map(usize::to_string).collect();
+                format!("stages {}", many.join(", "))
+            }
+        };
+        format!(
+            "the {size} ranks along axis {name} of {whose} all do the same work: 1 of {size} of the devices would be as fast"
+        )
+    });
+    said.collect()
 }
 
 /// Describes the plan on one screen: what runs where, and what it is predicted to take.
 pub fn brief(plan: &Plan, training: &TrainingGraph) -> String {
     let mut w = described(plan, training);
-    let _ = writeln!(w, "\n{}", predicted_line(&plan.predicted));
+    let _ = writeln!(w, "\n{}", predicted_line(plan, &plan.predicted));
     if let Some(found) = mistake(plan, training, plan.predicted.step_time_s.0, "predicted") {
         let _ = writeln!(w, "{found}");
     }
@@ -339,7 +357,7 @@ fn heading(plan: &Plan) -> String {
         .collect();
     let mut w = format!(
         "{}{} on {used} of the {} of {} ({})\n",
-        whose(plan.made_for.as_ref()),
+        whose_plan(plan),
         plan.name,
         counted(c.n_devices(), "device"),
         c.name,
@@ -347,9 +365,12 @@ fn heading(plan: &Plan) -> String {
     );
     let _ = writeln!(
         w,
-        "{task}: global batch {}, sequence {}, {}{optimizer}",
+        "{task}: global batch {}, {}, {}{optimizer}",
         t.global_batch,
-        t.sequence,
+        match unit(plan) {
+            IMAGES => "an image each".to_string(),
+            _ => format!("sequence {}", t.sequence),
+        },
         t.precision.compute().name()
     );
     let _ = writeln!(
@@ -412,11 +433,34 @@ fn asynchronous(plan: &Plan) -> String {
     )
 }
 
-fn predicted_line(p: &Prediction) -> String {
+/// The unit that models of images count in: a sample has one position.
+pub const IMAGES: &str = "images";
+
+/// The unit that a plan's rates are counted in.
+pub fn unit(plan: &Plan) -> &'static str {
+    match plan.graph.contains("input {kind: images}") {
+        true => IMAGES,
+        false => "tokens",
+    }
+}
+
+/// The same of a forward graph.
+pub fn unit_of(forward: &Graph) -> &'static str {
+    let images = OpKind::Input {
+        kind: InputKind::Images,
+    };
+    match forward.ops().iter().any(|op| op.kind == images) {
+        true => IMAGES,
+        false => "tokens",
+    }
+}
+
+fn predicted_line(plan: &Plan, p: &Prediction) -> String {
     format!(
-        "Predicted: {} per step, {} tokens/s, MFU {}{}, bubble {}",
+        "Predicted: {} per step, {} {}/s, MFU {}{}, bubble {}",
         p.step_time_s,
-        count(p.tokens_per_s),
+        count(p.tokens_per_s).trim_end(),
+        unit(plan),
         percent(p.mfu),
         hfu(p.mfu, p.hfu),
         percent(p.bubble)
@@ -425,7 +469,7 @@ fn predicted_line(p: &Prediction) -> String {
 
 /// Step time, rates and memory as predicted.
 pub fn predicted(plan: &Plan, p: &Prediction) -> String {
-    let mut w = predicted_line(p);
+    let mut w = predicted_line(plan, p);
     w.push('\n');
     let _ = writeln!(
         w,

@@ -4,7 +4,7 @@ use super::plan::stages_of_mesh;
 use super::{count, percent, table};
 use crate::failure::Failure;
 use crate::plan_file::Loaded;
-use crate::software::{Arranged, whose};
+use crate::software::{Arranged, whose_plan};
 use cost_model::compute::peak_of;
 use cost_model::roofline::{MeshRoofline, Row, roofline};
 use ir::plan::Plan;
@@ -85,7 +85,7 @@ impl Rooflines {
         };
         format!(
             "{}{}FLOP/s and {}B/s leave the instructions of the busiest rank no less than {}, one after the other; the step of {} is predicted at {} of that rate. {launched}",
-            whose(plan.made_for.as_ref()),
+            whose_plan(plan),
             count(self.peak_flops_per_s),
             count(self.memory_bytes_per_s),
             Seconds(floor_s),

@@ -66,7 +66,7 @@ pub struct Kept {
 pub fn refine(cluster: &Cluster, runs: &[MeasuredPoint]) -> Result<Refinement, FitError> {
     if cluster.measured.is_empty() {
         return Err(FitError::Missing {
-            what: "any kind".into(),
+            what: "anything".into(),
         });
     }
     check(runs)?;

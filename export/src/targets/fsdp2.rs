@@ -24,15 +24,22 @@ const TARGET: Target = Target::Fsdp2;
 const CODE: &str = include_str!("fsdp2_code.py");
 
 const HEADER: &str =
-    "\"\"\"A plan for PyTorch: the mesh, the placements, what is sharded and checkpointed.
+    "\"\"\"How a training script lays out a model of transformers and makes a step of this plan:
 
+    torch.distributed.init_process_group()
     mesh = device_mesh()
-    parallelize(model, mesh)             # a model of transformers, after init_process_group
-    for microbatch in ...:               # MICRO_BATCH samples on each data rank
-        begin(model, i)                  # i-th of ACCUMULATION
-        loss.backward()                  # of model(.., use_cache=False): blocks run again
+    parallelize(model, mesh)        # placements, checkpointed blocks, fully_shard
+    step = optimizer(model, lr)
+    for batch in ...:
+        for i in range(ACCUMULATION):     # microbatches of MICRO_BATCH samples on each data rank
+            begin(model, i)
+            loss = model(.., use_cache=False).loss    # a block that runs again must not fill a cache
+            (loss / ACCUMULATION).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)    # unless that is None
+        step.step()
+        step.zero_grad()
 
-Blocks are model modules BLOCKS.0, BLOCKS.1, ...; `{}` in a name stands for one.
+In PARAMETERS, `h.3` is the block BLOCKS.3 of the model, and `{}` in a name stands for such a block.
 \"\"\"
 
 ";

@@ -50,18 +50,11 @@ pub(super) fn write(read: &Read<'_>) -> Result<Written, ExportError> {
     if overlaps.tensor && d.tensor > 1 && has(&args, "sequence-parallel") {
         args.push(flag("tp-comm-overlap"));
     }
-    if overlaps.narrow_gradients && summary.precision == Precision::Bf16 {
-        args.push(flag("grad-reduce-in-bf16"));
-        if summary.accumulation > 1 {
-            missing.add(
-                "the sums of gradients over microbatches",
-                "in f32",
-                "in bf16, which goes with gradients that travel in bf16, as the plan's do: without --grad-reduce-in-bf16 both are in f32",
-            );
-        }
+    let fsdp = has(&args, "use-megatron-fsdp");
+    if summary.precision == Precision::Bf16 {
+        args.extend(gradients(overlaps.gradient_types, fsdp));
     }
     args.extend(offload(summary, &mut missing));
-    let fsdp = has(&args, "use-megatron-fsdp");
     Ok(Written {
         files: vec![
             File {
@@ -90,22 +83,58 @@ struct Overlaps {
     tensor: bool,
     gradients: bool,
     parameters: bool,
-    narrow_gradients: bool,
+    gradient_types: GradientTypes,
+}
+
+/// The types in which gradients of bf16 activations are summed over microbatches, and travel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum GradientTypes {
+    /// Both in f32, as Megatron-LM does unless it is asked not to.
+    Wide,
+    /// Summed in f32, sent in bf16.
+    Sent,
+    /// Both in bf16.
+    Narrow,
 }
 
 impl Overlaps {
     fn of(plan: &ir::plan::Plan) -> Overlaps {
         let made_for = plan.made_for.as_ref();
         let own = made_for.filter(|m| m.name == TARGET.name());
-        let without = |option: &str| own.is_some_and(|m| m.options.iter().any(|o| o == option));
+        let has = |option: &str| own.is_some_and(|m| m.options.iter().any(|o| o == option));
         // Versions before 2024 had neither.
         let is_new = own.is_some_and(|m| m.version.as_str() >= "2024");
         Overlaps {
-            tensor: is_new && !without("no-tensor-overlap"),
-            gradients: !without("no-gradient-overlap"),
-            parameters: !without("no-parameter-overlap"),
-            narrow_gradients: is_new && !without("grads-f32"),
+            tensor: is_new && !has("no-tensor-overlap"),
+            gradients: !has("no-gradient-overlap"),
+            parameters: !has("no-parameter-overlap"),
+            gradient_types: match (has("grads-bf16"), has("grads-sent-bf16")) {
+                (true, _) => GradientTypes::Narrow,
+                (_, true) => GradientTypes::Sent,
+                _ => GradientTypes::Wide,
+            },
         }
+    }
+}
+
+/// Arguments for the types of gradients. Megatron-FSDP has its own, and sums gradients in the
+/// parameters' type where it is not asked (`_resolve_group_grad_dtype` of its
+/// `param_and_grad_buffer.py`).
+fn gradients(types: GradientTypes, fsdp: bool) -> Vec<Argument> {
+    let (summed, sent) = (
+        "megatron-fsdp-main-grads-dtype",
+        "megatron-fsdp-grad-comm-dtype",
+    );
+    match (types, fsdp) {
+        (GradientTypes::Wide, false) => Vec::new(),
+        (GradientTypes::Sent, false) => vec![
+            flag("grad-reduce-in-bf16"),
+            with("ddp-param-name-patterns-for-fp32-local-accumulation", "all"),
+        ],
+        (GradientTypes::Narrow, false) => vec![flag("grad-reduce-in-bf16")],
+        (GradientTypes::Wide, true) => vec![with(summed, "fp32")],
+        (GradientTypes::Sent, true) => vec![with(summed, "fp32"), with(sent, "bf16")],
+        (GradientTypes::Narrow, true) => vec![with(summed, "bf16")],
     }
 }
 

@@ -76,6 +76,12 @@ impl Target {
         Target::ALL.into_iter().find(|t| t.name() == name)
     }
 
+    /// Whether it comes with models of its own, and none of them is of this family (`model_type` of a
+    /// configuration). Others train what a script brings, or build a model of arguments.
+    pub fn lacks(self, family: &str) -> bool {
+        self == Target::TorchTitan && torchtitan::model_of(family).is_none()
+    }
+
     /// The framework that it belongs to, whose vocabulary says what can be expressed.
     pub fn framework(self) -> Framework {
         match self {

@@ -85,18 +85,24 @@ pub(super) fn write(read: &Read<'_>) -> Result<Written, ExportError> {
     })
 }
 
+/// The model that torchtitan has of a family, if it has one.
+pub(super) fn model_of(family: &str) -> Option<&'static str> {
+    match family {
+        "llama" | "mistral" => Some("llama3"),
+        "qwen3" | "qwen3_moe" => Some("qwen3"),
+        _ => None,
+    }
+}
+
 /// The model and the flavor of a shape.
 fn flavor(m: &ModelShape, missing: &mut Missing) -> Result<(&'static str, String), ExportError> {
-    let model = match m.family.as_str() {
-        "llama" | "mistral" => "llama3",
-        "qwen3" | "qwen3_moe" => "qwen3",
-        other => {
-            let reason = format!(
-                "it has no model of the family {other}; of those that Meshwright reads it has llama, mistral (as llama3) and qwen3"
-            );
-            return Err(inexpressible(TARGET, reason));
-        }
-    };
+    let model = model_of(&m.family).ok_or_else(|| {
+        let reason = format!(
+            "it has no model of the family {}; of those that Meshwright reads it has llama, mistral (as llama3) and qwen3",
+            m.family
+        );
+        inexpressible(TARGET, reason)
+    })?;
     let has_experts = m.experts.is_some();
     let is_it = |(of, flavor, layers, hidden): &&(&str, &str, u64, u64)| {
         let experts = flavor.contains("-A");

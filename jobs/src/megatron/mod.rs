@@ -18,7 +18,7 @@ use frameworks::Framework;
 use ir::plan::ScheduleKind;
 use ir::program::Space;
 use ir::{Optimizer, Precision};
-use switches::{left_out, options, recompute};
+use switches::{gradients, left_out, options, recompute};
 
 /// The facts of a DeepSpeed JSON beside the arguments of Megatron-DeepSpeed.
 #[derive(Clone, Debug, Default)]
@@ -118,7 +118,9 @@ pub(crate) fn job(
     // Gradients are summed over context ranks, too.
     let reducing = data.unwrap_or(2).saturating_mul(context);
     let ranks = [tensor, zero.into(), reducing];
-    options.extend(left_out(args, beside, ranks, precision));
+    options.extend(left_out(args, beside, ranks));
+    let narrow = gradients(args, precision, &mut notes)?;
+    options.extend(narrow.filter(|_| !beside.deepspeed).map(String::from));
     let dropout = dropout(args, &model, &mut notes)?;
     let how = args.list("cp-comm-type")?;
     let how = how.first().map_or("p2p", String::as_str);

@@ -1,6 +1,7 @@
 //! The model that Megatron-LM's arguments describe, as a configuration of the family that has its
 //! blocks: Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE, Qwen2-MoE, GPT-2, GPT-NeoX or Nemotron.
 
+use super::degrees::{degree, vocab_multiple};
 use super::given_count;
 use crate::arguments::{Arguments, assumed};
 use crate::{Given, JobError, Model, Note, NoteKind};
@@ -200,7 +201,7 @@ fn vocab(args: &Arguments, given: &Given, notes: &mut Vec<Note>) -> Result<Optio
         return Ok(Some(n));
     }
     if let Some(n) = args.count("vocab-size")? {
-        return Ok(Some(n));
+        return of_tokenizer(args, given, n, notes).map(Some);
     }
     if given.has_model {
         return Ok(None);
@@ -236,6 +237,40 @@ fn vocab(args: &Arguments, given: &Given, notes: &mut Vec<Note>) -> Result<Optio
         &format!("the arguments do not say it, and the tokenizer is called `{name}`; --set vocab_size=N says another"),
     ));
     Ok(Some(*n))
+}
+
+/// The tokens of a tokenizer that is told to have `n`. Megatron's NullTokenizer had one more for the end
+/// of documents, until commit c9dfe34 of April 2026 (core_v0.18) counted that among the `n`; the one for
+/// images and text has it still.
+fn of_tokenizer(
+    args: &Arguments,
+    given: &Given,
+    n: u64,
+    notes: &mut Vec<Note>,
+) -> Result<u64, JobError> {
+    let adds = match args.text("tokenizer-type")? {
+        Some("NullMultimodalTokenizer") => true,
+        Some("NullTokenizer") => given.is_older,
+        _ => return Ok(n),
+    };
+    if adds {
+        return Ok(n + 1);
+    }
+    let tensor = degree(args, &["tensor-model-parallel-size", "model-parallel-size"])?;
+    let multiple = vocab_multiple(args, tensor)?;
+    let padded = |n: u64| n.checked_next_multiple_of(multiple).unwrap_or(n);
+    if padded(n) != padded(n + 1) {
+        notes.push(assumed(
+            "--vocab-size",
+            n,
+            &format!(
+                "as many as NullTokenizer has since Megatron-Core 0.18; before, it had one more, and the table {} rows: --set vocab_size={} says so",
+                padded(n + 1),
+                n + 1
+            ),
+        ));
+    }
+    Ok(n)
 }
 
 fn experts(

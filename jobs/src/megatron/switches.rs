@@ -126,15 +126,6 @@ pub(super) fn options(
     if args.switch("moe-enable-deepep") || flex && is_flex {
         options.push("dispatch-once-per-host");
     }
-    if args.switch("grad-reduce-in-bf16") {
-        notes.push(Note {
-            kind: NoteKind::NotModelled,
-            name: args.spelled("grad-reduce-in-bf16"),
-            value: None,
-            line: args.line("grad-reduce-in-bf16"),
-            words: "gradients travel in bf16, which figures have, and are summed over microbatches in bf16, which they have not: less memory than predicted".into(),
-        });
-    }
     let mut options: Vec<String> = options.into_iter().map(String::from).collect();
     let backend = args.text("attention-backend")?.unwrap_or("auto");
     match backend.trim_start_matches("AttnBackend.") {
@@ -152,13 +143,64 @@ pub(super) fn options(
     Ok(options)
 }
 
+/// The types of bf16 activations' gradients, as an option, where they are not summed and sent in
+/// f32. Plain data parallelism has `--grad-reduce-in-bf16` for both, and patterns of parameters that
+/// are summed in f32 all the same; Megatron-FSDP has a flag for each, and sums in the parameters' type
+/// where it is not asked.
+pub(super) fn gradients(
+    args: &Arguments,
+    precision: Precision,
+    notes: &mut Vec<Note>,
+) -> Result<Option<&'static str>, JobError> {
+    const IN_BF16: &str = "grad-reduce-in-bf16";
+    const SUMMED: &str = "megatron-fsdp-main-grads-dtype";
+    let off = args.is_off("accumulate-allreduce-grads-in-fp32");
+    let narrow = args.switch(IN_BF16) || off;
+    args.switch("accumulate-allreduce-grads-in-fp32");
+    let patterns = args.list("ddp-param-name-patterns-for-fp32-local-accumulation")?;
+    let dtype = |text: Option<&str>, usual: bool| match text {
+        None | Some("auto" | "None") => usual,
+        Some(text) => text.ends_with("bf16") || text.ends_with("bfloat16"),
+    };
+    let [summed_narrow, sent_narrow] = match args.switch("use-megatron-fsdp") {
+        true => {
+            let summed = dtype(args.text(SUMMED)?, true);
+            [
+                summed,
+                dtype(args.text("megatron-fsdp-grad-comm-dtype")?, summed),
+            ]
+        }
+        false => [narrow && !patterns.iter().any(|p| p == "all"), narrow],
+    };
+    if precision != Precision::Bf16 {
+        return Ok(None);
+    }
+    if summed_narrow {
+        let name = match args.switch("use-megatron-fsdp") {
+            true => SUMMED,
+            false => IN_BF16,
+        };
+        notes.push(Note {
+            kind: NoteKind::NotModelled,
+            name: args.spelled(name),
+            value: None,
+            line: args.line(name),
+            words: "gradients are summed over microbatches in bf16, which the time counts and the memory does not: the device holds less than predicted".into(),
+        });
+    }
+    Ok(match (summed_narrow, sent_narrow) {
+        (true, _) => Some("grads-bf16"),
+        (false, true) => Some("grads-sent-bf16"),
+        (false, false) => None,
+    })
+}
+
 /// The behaviours of Megatron-Core's runs that the job leaves out, as options: overlaps that flags
-/// ask for, and the type in which gradients travel.
+/// ask for.
 pub(super) fn left_out(
     args: &Arguments,
     beside: &Beside,
     [tensor, zero, data]: [u32; 3],
-    precision: Precision,
 ) -> Vec<String> {
     let asked = [
         "tp-comm-overlap",
@@ -166,13 +208,9 @@ pub(super) fn left_out(
         "overlap-param-gather",
     ];
     let [overlaps_tensor, overlaps_grads, overlaps_params] = asked.map(|name| args.switch(name));
-    let full = args.is_off("accumulate-allreduce-grads-in-fp32");
-    let narrow = args.switch("grad-reduce-in-bf16") || full;
-    args.switch("accumulate-allreduce-grads-in-fp32");
     if beside.deepspeed {
         return Vec::new();
     }
-    let wide = precision == Precision::Bf16 && !narrow;
     let all = [
         (tensor > 1 && !overlaps_tensor, "no-tensor-overlap"),
         (data > 1 && !overlaps_grads, "no-gradient-overlap"),
@@ -180,7 +218,6 @@ pub(super) fn left_out(
             data > 1 && zero > 0 && !overlaps_params,
             "no-parameter-overlap",
         ),
-        (data > 1 && wide, "grads-f32"),
     ];
     let some = all.into_iter().filter(|(is, _)| *is);
     some.map(|(_, option)| option.to_string()).collect()

@@ -232,9 +232,24 @@ impl<'a> Space<'a> {
             .filter(|a| is_of_heads && context.is_some() && *a != ContextAttention::Ulysses);
         let order = is_of_heads && context.is_some() && pins.zigzag;
         let offload = pins.offload.is_some();
+        let experts = pins.tensor.filter(|n| *n > 1 && !self.splits_features());
+        let levels = |pipeline| v.zero_levels(pipeline, 1);
+        let pipeline = pins.pipeline.map(|n| n.max(1));
+        let zero_there = pins.zero.zip(pipeline);
+        let zero_there = zero_there.filter(|(z, n)| !levels(*n).contains(z));
         degree
+            .or(experts
+                .map(|n| format!("tensor={n} with experts, which it does not split over ranks")))
             .or(schedule)
             .or(zero.map(|z| format!("zero={z}")))
+            .or(zero_there.map(|(z, n)| {
+                let all: Vec<String> = levels(n).iter().map(u8::to_string).collect();
+                let with = if n > 1 { "with" } else { "without" };
+                format!(
+                    "zero={z} {with} a pipeline (pipeline={n}), {with} which it has the levels {}",
+                    all.join(", ")
+                )
+            }))
             .or(whole.map(|n| {
                 format!("zero=0 with context={n}, over whose ranks it always splits states")
             }))
@@ -245,10 +260,17 @@ impl<'a> Space<'a> {
             .or(offload.then(|| "offload, of which no process of it was modelled".into()))
     }
 
+    /// Whether ranks may split features. Those that do split experts, too, whole ones for each rank,
+    /// so a model with experts has no such ranks where the software leaves experts in one piece.
+    fn splits_features(&self) -> bool {
+        let v = &self.vocabulary;
+        v.tensor && (v.expert || self.model.experts.is_none())
+    }
+
     /// Every combination of degrees, with the first values of all other knobs.
     pub fn shapes(&self) -> Vec<Point> {
         let (v, pins, n) = (&self.vocabulary, self.pins, self.facts.n_devices);
-        let tensors = self.degree(pins.tensor, v.tensor, |t| {
+        let tensors = self.degree(pins.tensor, self.splits_features(), |t| {
             t <= MOST_TENSOR
                 && self.facts.neighbours.is_multiple_of(t)
                 && self.model.heads.is_multiple_of(u64::from(t))
@@ -501,18 +523,60 @@ impl<'a> Space<'a> {
         self.shapes().iter().map(of).sum()
     }
 
-    /// The failure of a space without a point.
+    /// The failure of a space without a point: with the pins of which each leaves none, where there
+    /// are such.
     pub fn none(&self, train: &TrainSpec, cluster: &Cluster) -> PlanError {
-        PlanError::Pins(format!(
-            "{} has no plan for {}, a global batch of {}{}: no degrees divide them",
+        let asked = format!(
+            "{} has no plan for {} and a global batch of {}",
             self.framework.title(),
             counted(cluster.n_devices(), "device"),
             train.global_batch,
-            match self.pins == &Pins::default() {
-                true => String::new(),
-                false => format!(" and the pins {}", self.pins.describe().join(", ")),
+        );
+        if *self.pins == Pins::default() {
+            return PlanError::Pins(format!("{asked}: no degrees divide them"));
+        }
+        let pins = self.pins.describe().join(", ");
+        let culprits = self.culprits();
+        let why = match culprits.as_slice() {
+            [] => "no degrees divide them, with fewer of these pins neither".to_string(),
+            [one] => format!("there is one without {one}"),
+            [rest @ .., last] => {
+                format!(
+                    "there is one without {} or without {last}",
+                    rest.join(", without ")
+                )
             }
-        ))
+        };
+        PlanError::Pins(format!("{asked} under the pins {pins}: {why}"))
+    }
+
+    /// The pins without any one of which there are points.
+    fn culprits(&self) -> Vec<String> {
+        type Free = fn(&mut Pins);
+        const KNOBS: [(&str, Free); 8] = [
+            ("data", |p| p.data = None),
+            ("tensor", |p| p.tensor = None),
+            ("context", |p| p.context = None),
+            ("expert", |p| p.expert = None),
+            ("pipeline", |p| p.pipeline = None),
+            ("virtual", |p| p.virtual_stages = None),
+            ("zero", |p| p.zero = None),
+            ("microbatch", |p| p.microbatch = None),
+        ];
+        let described = self.pins.describe();
+        let culprit = |(key, free): &(&str, Free)| {
+            let named = described
+                .iter()
+                .find(|d| d.split('=').next() == Some(key))?;
+            let mut pins = self.pins.clone();
+            free(&mut pins);
+            let space = Space {
+                pins: &pins,
+                ..self.clone()
+            };
+            (!space.shapes().is_empty()).then(|| named.clone())
+        };
+        KNOBS.iter().filter_map(culprit).collect()
     }
 }
 

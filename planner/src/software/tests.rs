@@ -112,6 +112,28 @@ fn what_the_software_has_no_words_for_is_refused() {
         "{ring}"
     );
     assert!(said("horovod", "zero=1").contains("no such software"));
+    // Above level 1 it is Megatron-FSDP, which has no pipelines: the pins do not go together, whatever
+    // divides the devices.
+    let both = planned("megatron-core", plain, &["zero=2", "pipeline=2"]);
+    let both = both.unwrap_err().to_string();
+    assert!(
+        both.contains(
+            "cannot express zero=2 with a pipeline (pipeline=2), with which it has the levels 0, 1"
+        ),
+        "{both}"
+    );
+    let none = planned("torchtitan", plain, &["zero=1", "pipeline=1"]);
+    let none = none.unwrap_err().to_string();
+    assert!(
+        none.contains(
+            "zero=1 without a pipeline (pipeline=1), without which it has the levels 0, 2, 3"
+        ),
+        "{none}"
+    );
+    // Which pin it is.
+    let odd = planned("megatron-core", plain, &["data=2", "tensor=3"]);
+    let odd = odd.unwrap_err().to_string();
+    assert!(odd.contains("there is one without tensor=3"), "{odd}");
     // FSDP's mesh is made of data and context ranks.
     let both = planned("torchtitan", plain, &["zero=0", "context=2"]);
     let both = both.unwrap_err().to_string();
@@ -208,6 +230,30 @@ fn points_multiply_to_the_devices_and_keep_to_the_pins() {
                 .all(|p| p.pipeline == 1 && !p.sequence_parallel)
         );
     });
+}
+
+/// Tensor ranks split experts, and plain FSDP2 leaves these in one piece.
+#[test]
+fn experts_are_whole_where_the_software_does_not_split_them() {
+    let graph = forward("mixtral-8x7b", 1024);
+    let model = Model::of(&graph).unwrap();
+    let facts = Facts {
+        n_devices: 16,
+        neighbours: 8,
+        ..Facts::of(&graph, &train(64, 1024), &cluster())
+    };
+    let of = |framework: Framework, pins: &[&str]| {
+        let pins = Pins::parse(pins).unwrap();
+        let space = Space::new((framework, Split::Balanced), &model, &facts, &pins);
+        space.map(|s| s.shapes().iter().map(|p| p.tensor).max())
+    };
+    assert_eq!(of(Framework::Fsdp2, &[]).unwrap(), Some(1));
+    assert_eq!(of(Framework::MegatronCore, &[]).unwrap(), Some(8));
+    let pinned = of(Framework::Fsdp2, &["tensor=2"]).unwrap_err().to_string();
+    assert!(
+        pinned.contains("cannot express tensor=2 with experts, which it does not split"),
+        "{pinned}"
+    );
 }
 
 #[test]

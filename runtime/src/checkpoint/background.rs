@@ -27,7 +27,7 @@ enum Stage {
     #[default]
     Idle,
     /// The ranks write.
-    Writing(Begun),
+    Writing(Box<Begun>),
     /// All is written but the manifest, after which it gets its name.
     Committing(u64, JoinHandle<Result<PathBuf, RuntimeError>>),
 }
@@ -69,12 +69,12 @@ impl Background {
         let error = |e: std::io::Error| problem(folder, format!("cannot write a checkpoint: {e}"));
         let unfinished = Unfinished::folder(folder).map_err(error)?;
         session.begin_shards(unfinished.path())?;
-        self.0 = Stage::Writing(Begun {
+        self.0 = Stage::Writing(Box::new(Begun {
             folder: folder.to_path_buf(),
             kept,
             unfinished,
             origin: Origin::of(session, plan, model),
-        });
+        }));
         Ok(())
     }
 

@@ -3,6 +3,7 @@
 
 use super::problem;
 use super::shard::Shard;
+use crate::data::Seen;
 use crate::error::RuntimeError;
 use crate::execute::Session;
 use crate::files::Unfinished;
@@ -38,6 +39,9 @@ pub struct Origin {
     pub global_batch: u64,
     /// Tokens of a sample.
     pub sequence: u64,
+    /// The data that the samples were read from; none where nobody named a file, and of earlier builds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data: Option<Seen>,
 }
 
 impl Origin {
@@ -51,6 +55,7 @@ impl Origin {
             next_sample: step.saturating_mul(spec.global_batch),
             global_batch: spec.global_batch,
             sequence: spec.sequence,
+            data: session.data().and_then(|d| d.dataset().seen()).cloned(),
         }
     }
 }

@@ -51,6 +51,11 @@ impl Batches {
         })
     }
 
+    /// The data that they are read from.
+    pub fn dataset(&self) -> &Dataset {
+        &self.dataset
+    }
+
     /// Reads tokens of the sample at `position` of a batch, from its token `from` on.
     ///
     /// Fails as [`Dataset::read`] does.

@@ -12,10 +12,12 @@
 
 use super::error::DataError;
 use super::format::DataFormat;
+use super::seen::Seen;
 use super::source::TokenSource;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 /// How to read a data file.
 #[derive(Clone, Debug, PartialEq)]
@@ -55,6 +57,8 @@ impl fmt::Display for Split {
 pub struct Dataset {
     source: TokenSource,
     n_train: u64,
+    tokenizer: Option<PathBuf>,
+    seen: OnceLock<Option<Seen>>,
 }
 
 impl Dataset {
@@ -75,7 +79,12 @@ impl Dataset {
         let source = TokenSource::open(path, options.format, tokenizer, options.vocab)?;
         let n_validation = (source.n_tokens as f64 * fraction).floor() as u64;
         let n_train = source.n_tokens.saturating_sub(n_validation);
-        Ok(Dataset { source, n_train })
+        Ok(Dataset {
+            source,
+            n_train,
+            tokenizer: options.tokenizer.clone(),
+            seen: OnceLock::new(),
+        })
     }
 
     /// Tokens in `split`.
@@ -154,6 +163,13 @@ impl Dataset {
             position += n as u64;
         }
         Ok(())
+    }
+
+    /// The part that a checkpoint keeps of what the data are; none where a file cannot be read any more. The files are
+    /// looked at once, long ones in parts.
+    pub fn seen(&self) -> Option<&Seen> {
+        let look = || Seen::of(&self.source.path, self.tokenizer.as_deref(), self.n_train).ok();
+        self.seen.get_or_init(look).as_ref()
     }
 
     /// The file.

@@ -27,6 +27,7 @@ mod dataset;
 mod error;
 mod format;
 mod order;
+mod seen;
 mod source;
 mod text;
 
@@ -35,6 +36,7 @@ pub use dataset::{DataOptions, Dataset, Split};
 pub use error::DataError;
 pub use format::DataFormat;
 pub use order::Order;
+pub use seen::Seen;
 
 #[cfg(test)]
 mod tests;

@@ -304,6 +304,8 @@ pub struct Session {
     /// In the order of the roles.
     ranks: Vec<Member>,
     step: u64,
+    /// The run's own batches, if it has some.
+    data: Option<Arc<Batches>>,
     /// Whether copies of states were being written in the last step.
     is_writing: bool,
     /// The last step, where all ranks gave it up before its update.
@@ -412,6 +414,7 @@ impl Session {
     ) -> Result<Self, RuntimeError> {
         let watchdog = options.watchdog;
         let processes = options.processes.clone();
+        let data = options.data.clone();
         let cast = Cast::new(program, spec, options)?;
         let (shares, workers) = match processes {
             None => {
@@ -439,6 +442,7 @@ impl Session {
             workers,
             ranks,
             step: 0,
+            data,
             is_writing: false,
             given_up: None,
             watchdog,
@@ -461,6 +465,10 @@ impl Session {
     /// The training spec.
     pub fn spec(&self) -> &TrainSpec {
         &self.spec
+    }
+    /// The run's own batches, if it has some.
+    pub fn data(&self) -> Option<&Batches> {
+        self.data.as_deref()
     }
     /// Ends the run with an error.
     pub(crate) fn fail(&mut self, error: &str) {

@@ -120,6 +120,8 @@ impl Priced {
 pub fn request(args: &ImportJobArgs, job: &Job) -> Result<Request, Failure> {
     let mut remarks = Vec::new();
     let cluster = cluster_of(args, job)?;
+    // What the job switches on is not the user's word.
+    software::asked(args.made_for.as_deref())?;
     let made_for = software_of(args, job);
     let other = software::asked(Some(&made_for))?.ok_or_else(|| {
         Failure::new(Exit::Usage, "--for self: a job is of other software")
@@ -163,6 +165,10 @@ pub fn request(args: &ImportJobArgs, job: &Job) -> Result<Request, Failure> {
         );
     }
     let forward = model.graph(sequence, train.dropout)?;
+    let train = TrainSpec {
+        dropout: model::dropout(&forward),
+        ..train
+    };
     let profile = (other.profile)(&other.made_for, &cluster, &train);
     let profile = profile.map_err(|e| Failure::new(Exit::BadInput, e))?;
     let pins = pins(job, &profile, &forward, (data, sequence))?;

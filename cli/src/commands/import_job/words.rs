@@ -5,8 +5,8 @@ use super::{BEST, Better, Imported, Priced};
 use crate::args::ImportJobArgs;
 use crate::failure::Failure;
 use crate::report::software::{knob_table, knobs};
-use crate::report::{self, count, percent, prose, table};
-use crate::software::whose;
+use crate::report::{self, count, out, percent, table};
+use crate::software::whose_plan;
 use ir::plan::Plan;
 use ir::program::Space;
 use ir::{Seconds, counted};
@@ -18,13 +18,13 @@ const LISTED: usize = 12;
 
 /// Prints all in words.
 pub fn print(args: &ImportJobArgs, imported: &Imported) -> Result<(), Failure> {
-    prose(&verdict(imported))?;
+    out(&verdict(imported))?;
     for (words, _) in recalibration(imported) {
-        prose(&words)?;
+        out(&words)?;
     }
     let plan = &imported.job.loaded.plan;
     report::out("\nThe job, in its software's words")?;
-    prose(&what(imported))?;
+    out(&what(imported))?;
     let training = &imported.job.loaded.training;
     let own = export::summary(plan, training).ok();
     if let Some(knobs) = own.and_then(|summary| knobs(plan, &summary)) {
@@ -40,18 +40,18 @@ pub fn print(args: &ImportJobArgs, imported: &Imported) -> Result<(), Failure> {
                 report::out("\nWhat to change, by flags alone")?;
                 changed(better)?;
                 if let Some(saves) = found.overlap_saves {
-                    prose(&format!(
+                    out(&format!(
                         "With the job's degrees, running communication beside computing (its overlap flags) would save {} alone.",
                         percent(saves)
                     ))?;
                 }
             }
-            (Err(e), _) => prose(&format!("\nThe search found no plan that fits: {e}."))?,
+            (Err(e), _) => out(&format!("\nThe search found no plan that fits: {e}."))?,
             _ => {}
         }
         if let Some((better, what)) = &found.with_code {
             report::out("\nWhat would need other code")?;
-            prose(&format!(
+            out(&format!(
                 "Beside flags, {what}: the step would take {}, {} less than the job's.",
                 Seconds(better.plan.step_s() * imported.factor()),
                 percent(better.saves)
@@ -61,7 +61,7 @@ pub fn print(args: &ImportJobArgs, imported: &Imported) -> Result<(), Failure> {
     }
     if let (None, Some(worth)) = (&imported.found, imported.worth(0.0)) {
         let cost = worth.thousand_steps;
-        prose(&format!("A thousand steps of the job cost {cost:.2}."))?;
+        out(&format!("A thousand steps of the job cost {cost:.2}."))?;
     }
     notes(args, imported)?;
     for (path, whose) in [
@@ -69,7 +69,7 @@ pub fn print(args: &ImportJobArgs, imported: &Imported) -> Result<(), Failure> {
         (&args.best, "The plan that was found"),
     ] {
         if let Some(path) = path {
-            prose(&format!(
+            out(&format!(
                 "{whose} is written to {}, with the prediction {}.",
                 path.display(),
                 match imported.measured {
@@ -167,7 +167,7 @@ fn figures_and_change(imported: &Imported) -> String {
     let job = &imported.job;
     let plan = &job.loaded.plan;
     let p = &plan.predicted;
-    let whose = whose(plan.made_for.as_ref());
+    let whose = whose_plan(plan);
     let fits = fits(job);
     let mut w = format!(
         "{whose}the job should take {} a step on {} ({} tokens/s, MFU {}), and {fits}.",
@@ -374,12 +374,12 @@ fn changed(better: &Better) -> Result<(), Failure> {
         false => report::out(&table(&["flag", "now", "new"], rows, 3))?,
     }
     let held = better.plan.memory.total();
-    prose(&format!(
+    out(&format!(
         "The new plan holds {held} of {} on its fullest device.",
         better.plan.device
     ))?;
     for words in &better.changes.not_in_flags {
-        prose(&format!("Flags do not say: {words}."))?;
+        out(&format!("Flags do not say: {words}."))?;
     }
     Ok(())
 }
@@ -419,7 +419,7 @@ fn notes(args: &ImportJobArgs, imported: &Imported) -> Result<(), Failure> {
         report::out(&format!("\n{title}"))?;
         let shown = if args.verbose { lines.len() } else { LISTED };
         for words in lines.iter().take(shown) {
-            prose(words)?;
+            out(words)?;
         }
         if let Some(more) = lines.len().checked_sub(shown).filter(|n| *n > 0) {
             let names: Vec<&str> = of(kind)
@@ -427,7 +427,7 @@ fn notes(args: &ImportJobArgs, imported: &Imported) -> Result<(), Failure> {
                 .skip(shown)
                 .map(|n| n.name.as_str())
                 .collect();
-            prose(&format!(" And {more} more: {}.", names.join(", ")))?;
+            out(&format!(" And {more} more: {}.", names.join(", ")))?;
         }
     }
     let none = of(NoteKind::NoEffect);
@@ -437,7 +437,7 @@ fn notes(args: &ImportJobArgs, imported: &Imported) -> Result<(), Failure> {
             true => format!(": {}", names.join(", ")),
             false => " (--verbose names them)".into(),
         };
-        prose(&format!(
+        out(&format!(
             "\nOf no effect on time or memory of a step: {}{names}.",
             counted(none.len() as u64, "argument")
         ))?;

@@ -78,7 +78,7 @@ impl Row {
     }
 
     /// The row as a line for people.
-    fn words(&self) -> String {
+    fn words(&self, unit: &str) -> String {
         let number = |value: Option<f64>, digits: usize| {
             value.map_or("-".into(), |v| format!("{v:.digits$}"))
         };
@@ -86,10 +86,11 @@ impl Row {
         if let Some(norm) = self.grad_norm {
             words += &format!(", gradient norm {norm:.4}");
         }
+        let rate = self.tokens_per_s.map_or("-".into(), report::count);
         words += &format!(
-            ", lr {:.3e}, {} tokens/s, {:.1} ms",
+            ", lr {:.3e}, {} {unit}/s, {:.1} ms",
             self.lr,
-            self.tokens_per_s.map_or("-".into(), report::count),
+            rate.trim_end(),
             1e3 * self.step_time_s
         );
         if let Some(mfu) = self.mfu {
@@ -129,6 +130,8 @@ pub struct Watch {
     endpoint: Option<Endpoint>,
     lines: Option<Lines>,
     skipped: u64,
+    /// The unit that its rates are counted in.
+    unit: &'static str,
 }
 
 /// Lines on standard error.
@@ -138,12 +141,12 @@ struct Lines {
 }
 
 impl Watch {
-    /// Opens all outputs of a run whose first step is `step`. Of files that have rows of an earlier
+    /// Opens all outputs of a run whose first step is `step`, and whose rates are of `unit`. Of files that have rows of an earlier
     /// run, a run that goes on (`resumes`) keeps those of the steps before, and any other puts the
     /// file aside.
     ///
     /// Fails when one cannot be opened, or is no file of metrics.
-    pub fn open(args: &RunArgs, run: &Described<'_>) -> Result<Self, Failure> {
+    pub fn open(args: &RunArgs, run: &Described<'_>, unit: &'static str) -> Result<Self, Failure> {
         let mut sinks = Vec::new();
         let mut skipped = 0;
         for path in &args.metrics {
@@ -169,6 +172,7 @@ impl Watch {
             endpoint,
             lines,
             skipped,
+            unit,
         })
     }
 
@@ -198,7 +202,7 @@ impl Watch {
             endpoint.step(&row);
         }
         if let Some(lines) = &mut self.lines {
-            lines.step(&row);
+            lines.step(&row, self.unit);
         }
     }
 
@@ -236,9 +240,9 @@ impl Drop for Watch {
 }
 
 impl Lines {
-    fn step(&mut self, row: &Row) {
+    fn step(&mut self, row: &Row, unit: &str) {
         if self.last.is_none_or(|last| last.elapsed() >= self.every) {
-            crate::say(format_args!("{}", row.words()));
+            crate::say(format_args!("{}", row.words(unit)));
             self.last = Some(Instant::now());
         }
     }

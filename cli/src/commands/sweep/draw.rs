@@ -30,7 +30,7 @@ const COLOURS: [&str; 7] = [
 ];
 
 /// Draws the curves as SVG.
-pub fn svg(series: &[Series]) -> String {
+pub fn svg(series: &[Series], unit: &str) -> String {
     let has_costs = series.iter().any(|s| !s.costs.is_empty());
     let panels = if has_costs { 2.0 } else { 1.0 };
     let height = panels * PANEL + LEGEND * series.len() as f64 + 10.0;
@@ -38,7 +38,7 @@ pub fn svg(series: &[Series]) -> String {
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{height}\" font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n"
     );
     let speeds: Vec<&[(f64, f64)]> = series.iter().map(|s| &s.speeds[..]).collect();
-    panel(&mut w, 0.0, "tokens per second", &speeds, true);
+    panel(&mut w, 0.0, &format!("{unit} per second"), &speeds, true);
     if has_costs {
         let costs: Vec<&[(f64, f64)]> = series.iter().map(|s| &s.costs[..]).collect();
         panel(&mut w, PANEL, "cost", &costs, false);
@@ -222,7 +222,7 @@ mod tests {
             speeds: vec![(8.0, 1e5), (16.0, 1.9e5)],
             costs: vec![(8.0, 100.0)],
         };
-        let drawn = svg(&[series]);
+        let drawn = svg(&[series], "tokens");
         assert_eq!(drawn.matches("<circle").count(), 3);
         assert!(drawn.contains("a&lt;b") && drawn.ends_with("</svg>\n"));
     }

@@ -74,6 +74,18 @@ impl Fact {
         }
     }
 
+    /// Which figure of a cluster it is, the same for two names of one link: its kind, and the level of
+    /// links.
+    pub fn of(&self, cluster: &Cluster) -> Result<(u8, usize), Failure> {
+        Ok(match self {
+            Fact::Bandwidth(link) => (0, level(cluster, link)?),
+            Fact::Latency(link) => (1, level(cluster, link)?),
+            Fact::Memory => (2, 0),
+            Fact::MemoryBandwidth => (3, 0),
+            Fact::Peak => (4, 0),
+        })
+    }
+
     /// The unit of the fact.
     pub fn unit(&self) -> Unit {
         match self {
@@ -164,8 +176,14 @@ fn scale_link(level: &mut Level, is_latency: bool, factor: f64) {
 fn level(cluster: &Cluster, link: &Link) -> Result<usize, Failure> {
     let levels = &cluster.levels;
     let host = cluster.devices_per_host;
+    // A level that joins no more devices than the one inside of it joins none: the link between hosts
+    // where there is one host.
+    let joins = |i: usize| i == 0 || levels[i].devices > levels[i - 1].devices;
     let found = match link {
-        Link::Inside => levels.iter().rposition(|l| l.devices <= host && host > 1),
+        Link::Inside => {
+            let inside = |i: &usize| levels[*i].devices <= host && host > 1 && joins(*i);
+            (0..levels.len()).rev().find(inside)
+        }
         Link::Between => levels
             .iter()
             .rposition(|l| l.devices > host && cluster.n_hosts > 1),
