@@ -125,6 +125,8 @@ parsers!(
     measurement,
     checkpoint,
     manifest,
+    dcp_metadata,
+    dcp_chunks,
     train_spec,
     job,
 );

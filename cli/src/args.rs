@@ -736,7 +736,7 @@ pub struct RunArgs {
     #[arg(long, value_name = "N", num_args = 0..=1, require_equals = true, default_missing_value = "each", value_parser = processes)]
     pub processes: Option<usize>,
     /// When processes that this run started die or hang: plan again for the ranks that are left, and go
-    /// on from the newest checkpoint; needs --processes and --checkpoint-every.
+    /// on from the states that these have in memory, or else from the newest checkpoint; needs --processes and --checkpoint-every.
     #[arg(long, requires = "processes", requires = "checkpoint_every")]
     pub elastic: bool,
     /// How a run that goes on so knows what has changed.
@@ -946,8 +946,10 @@ pub enum CheckpointVerb {
     /// Compare every shard with its hash, and name what is damaged (exit code 5).
     #[command(after_help = format!("Example:\n  meshwright checkpoint verify state\n\n{EXIT_CODES}"))]
     Verify(LookArgs),
-    /// Write the weights of the newest that is whole as a folder that transformers loads.
-    #[command(after_help = format!("Example:\n  meshwright checkpoint convert state --config models/gpt2 -o gpt2-trained\n\n{EXIT_CODES}"))]
+    /// Write the newest that is whole in another form: its weights as a folder that transformers
+    /// loads, or all of it as a distributed checkpoint of PyTorch; or make a checkpoint of one of
+    /// those.
+    #[command(after_help = format!("Examples:\n  meshwright checkpoint convert state --config models/gpt2 -o gpt2-trained\n  meshwright checkpoint convert state --to dcp -o for-pytorch\n  meshwright checkpoint convert from-pytorch --plan plan.json -o state\n\n{EXIT_CODES}"))]
     Convert(ConvertArgs),
 }
 
@@ -967,22 +969,43 @@ pub struct LookArgs {
 /// Arguments of `checkpoint convert`.
 #[derive(Debug, Args)]
 pub struct ConvertArgs {
-    /// The folder of `run --checkpoint`, or one of the checkpoints in it.
+    /// The folder of `run --checkpoint`, or one of the checkpoints in it; or a folder that
+    /// torch.distributed.checkpoint wrote.
     pub path: PathBuf,
-    /// The model that was trained: its config.json or the folder of that, or the name of one that is
-    /// built in.
+    /// The form to write: weights for transformers, or all states for
+    /// torch.distributed.checkpoint.
+    #[arg(long, value_name = "FORM", default_value = "transformers")]
+    pub to: FormArg,
+    /// The model that was trained, for transformers: its config.json or the folder of that, or the
+    /// name of one that is built in.
     #[arg(long, value_name = "MODEL")]
-    pub config: PathBuf,
-    /// The folder that gets model.safetensors and config.json.
+    pub config: Option<PathBuf>,
+    /// The plan to go on under, of PyTorch's checkpoint: its states are the tensors that are read.
+    #[arg(long, value_name = "PLAN", conflicts_with_all = ["config", "to", "force"])]
+    pub plan: Option<PathBuf>,
+    /// The steps done, of PyTorch's checkpoint, where its tensor `meshwright.step` does not say it.
+    #[arg(long, value_name = "N", requires = "plan")]
+    pub step: Option<u64>,
+    /// The folder that gets model.safetensors and config.json; a folder to make for
+    /// torch.distributed.checkpoint; or that of checkpoints, which gets another one.
     #[arg(short, long, value_name = "DIR")]
     pub output: PathBuf,
-    /// Replace these files where they are there already. Other verbs replace what they wrote before;
-    /// weights may be all that is left of a training.
+    /// Replace model.safetensors and config.json where they are there already. Other verbs replace
+    /// what they wrote before; weights may be all that is left of a training.
     #[arg(long)]
     pub force: bool,
     /// Print JSON instead of words.
     #[arg(long)]
     pub json: bool,
+}
+
+/// The forms that a checkpoint can be written in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum FormArg {
+    /// model.safetensors and config.json, as Hugging Face's transformers load them.
+    Transformers,
+    /// A folder as torch.distributed.checkpoint writes it.
+    Dcp,
 }
 
 /// Arguments of `schema`.

@@ -697,13 +697,160 @@ fn an_elastic_run_goes_on_with_the_ranks_that_are_left() {
     assert!(newest(&place, "state").0.ends_with("-step-200"));
     let rest = steps(&run_json(&place, "e.json"));
     assert_eq!(rest.last().unwrap()[0], "199");
-    let rows = String::from_utf8(place.read("e.jsonl")).unwrap();
-    let noted = rows.lines().map(|row| {
-        let row: Value = serde_json::from_str(row).unwrap();
-        row["step"].as_u64().unwrap()
-    });
-    assert_eq!(noted.collect::<Vec<_>>(), (0..200).collect::<Vec<_>>());
+    noted_once(&place, "e.jsonl", 200);
     wait_for_none(&place, "e.json");
+}
+
+/// Metrics of a run that goes on after a loss have each step once, but for one whose figures nobody
+/// gathered: the ranks that were left had made it, and process 0 had not heard of that.
+fn noted_once(place: &Place, name: &str, steps: u64) {
+    let rows = String::from_utf8(place.read(name)).unwrap();
+    let noted: Vec<u64> = rows
+        .lines()
+        .map(|row| {
+            let row: Value = serde_json::from_str(row).unwrap();
+            row["step"].as_u64().unwrap()
+        })
+        .collect();
+    assert!(noted.is_sorted_by(|a, b| a < b), "{noted:?}");
+    assert_eq!((noted[0], *noted.last().unwrap()), (0, steps - 1));
+    assert!(noted.len() as u64 + 1 >= steps, "{noted:?}");
+}
+
+/// Runs two processes, a rank each, kills the second one in the middle, and waits for the run to go on
+/// with the first. Gives what it said.
+fn lose_one_of_two(place: &Place, zero: &str, every: &str) -> String {
+    let compile = ["compile", "config.json", "--cluster", "cpu-default"];
+    let pins = ["--ranks", "2", "--global-batch", "2", "--pin", "data=2"];
+    let zero = ["--pin", zero];
+    place.run(&[&compile[..], &pins, &zero].concat()).expect(0);
+    let more = ["--steps", "800", "--processes", "--elastic", "-o", "e.json"];
+    let state = ["--checkpoint", "state", "--checkpoint-every", every];
+    let kept = ["--checkpoints-kept", "100", "--metrics", "e.jsonl"];
+    let record = ["--record", "records"];
+    let args = [&RUN[..], &more, &state, &kept, &record].concat();
+    let child = command(place, &args).spawn().unwrap();
+    let victim = process_of(place, 1).to_string();
+    let killed = Command::new("kill").args(["-9", &victim]).status();
+    assert!(killed.unwrap().success());
+    let output = child.wait_with_output().unwrap();
+    let words = said(&output);
+    assert_eq!(output.status.code(), Some(0), "{words}");
+    assert!(
+        words.contains("going on with 1 rank in place of 2"),
+        "{words}"
+    );
+    noted_once(place, "e.jsonl", 800);
+    wait_for_none(place, "e.json");
+    words
+}
+
+/// Replicas have all states: of a run that lost a rank long before its first checkpoint no step is
+/// made again, and what it goes on from is the state of an undisturbed run, to the bit.
+#[test]
+fn no_step_is_lost_where_replicas_have_the_states() {
+    let place = Place::new();
+    let words = lose_one_of_two(&place, "zero=0", "100000");
+    assert!(
+        words.contains("had all states in memory: no step is lost"),
+        "{words}"
+    );
+    let mut names = place.names_in("state");
+    names.sort();
+    let (_, step) = names[0].split_once("-step-").unwrap();
+    assert!(step.parse::<u64>().unwrap() > 20, "{words}");
+    assert!(words.contains(&format!("from step {step}")), "{words}");
+    let whole = ["--steps", step, "--total-steps", "800", "-o", "whole.json"];
+    let state = ["--checkpoint", "whole"];
+    place.run(&[&RUN[..], &whole, &state].concat()).expect(0);
+    // The shards are cut otherwise: under a plan of one rank they are the same file.
+    let one = [
+        "compile",
+        "config.json",
+        "--cluster",
+        "cpu-default",
+        "--ranks",
+        "1",
+    ];
+    let batch = ["--global-batch", "2", "-o", "one.json"];
+    place.run(&[&one[..], &batch].concat()).expect(0);
+    let one_step = |from: &str, to: &str| {
+        let one = ["run", "one.json", "--data", "text.txt", "--steps", "1"];
+        let places = ["--resume", from, "--checkpoint", to, "-o", "one-run.json"];
+        place.run(&[&one[..], &places].concat()).expect(0);
+        newest(&place, to)
+    };
+    let rescued = format!("state/{}", names[0]);
+    assert_eq!(one_step(&rescued, "a"), one_step("whole", "b"));
+}
+
+/// With ZeRO each rank has moments that no other one has: the run goes on from its checkpoint, and says
+/// why.
+#[test]
+fn states_that_one_rank_had_alone_are_taken_from_the_checkpoint() {
+    let place = Place::new();
+    let words = lose_one_of_two(&place, "zero=1", "10");
+    let why = "do not have all states in memory, as of `moment1.";
+    assert!(words.contains(why), "{words}");
+    assert!(
+        words.contains("there was a part with rank1 and nowhere else"),
+        "{words}"
+    );
+    assert!(
+        words.contains("The newest checkpoint is state/00"),
+        "{words}"
+    );
+}
+
+/// A control group for memory of this test; none where this machine or user may not have one.
+struct Group(std::path::PathBuf);
+
+impl Group {
+    fn new() -> Option<Self> {
+        let name = format!("meshwright-test-{}", std::process::id());
+        // Of the first version of control groups, and of the second.
+        let places = ["/sys/fs/cgroup/memory", "/sys/fs/cgroup"];
+        let groups = places.map(|place| std::path::Path::new(place).join(&name));
+        let made = groups.into_iter().find(|g| std::fs::create_dir(g).is_ok());
+        let group = Group(made?);
+        group.limit().is_some().then_some(group)
+    }
+    fn limit(&self) -> Option<std::path::PathBuf> {
+        let files = ["memory.limit_in_bytes", "memory.max"].map(|f| self.0.join(f));
+        files.into_iter().find(|f| f.exists())
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir(&self.0);
+    }
+}
+
+/// The system kills a process that has no memory left: the others name it and end, as with any other kill.
+#[test]
+fn a_process_that_is_killed_for_memory_is_named() {
+    let Some(group) = Group::new() else {
+        eprintln!("skipped: no control group for memory can be made here");
+        return;
+    };
+    let place = Place::with_plan();
+    let more = ["--steps", "100000000", "--processes", "-o", "m.json"];
+    let state = ["--checkpoint", "state", "--checkpoint-every", "10"];
+    let record = ["--record", "records"];
+    let args = [&RUN[..], &more, &state, &record].concat();
+    let child = command(&place, &args).spawn().unwrap();
+    let victim = process_of(&place, 2).to_string();
+    std::fs::write(group.0.join("cgroup.procs"), &victim).unwrap();
+    // It has what it had; the next page is one too many.
+    std::fs::write(group.limit().unwrap(), "4096").unwrap();
+    let output = child.wait_with_output().unwrap();
+    let words = said(&output);
+    assert_eq!(output.status.code(), Some(6), "{words}");
+    let named = format!("rank2 is lost: process 2 (pid {victim}");
+    assert!(words.contains(&named), "{words}");
+    assert!(words.contains("killed by signal 9"), "{words}");
+    wait_for_none(&place, "m.json");
 }
 
 /// A disk that cannot take a checkpoint: the run goes on, says so, and keeps the earlier ones.

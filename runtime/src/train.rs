@@ -1,6 +1,6 @@
 //! The loop of a run: steps of training, or of inference.
 
-use crate::checkpoint::{self, Background, Checkpoint, Ended};
+use crate::checkpoint::{self, Background, Checkpoint, Ended, Rescued};
 use crate::data::{Batches, DataError, Dataset};
 use crate::device::{Backend, cuda};
 use crate::error::RuntimeError;
@@ -66,10 +66,12 @@ pub struct Periodic<'a> {
     pub model: &'a str,
     /// Whether steps wait until a checkpoint is written, in place of going on beside it.
     pub waits: bool,
+    /// Whether the ranks that are left when others are lost write one of what they have in memory.
+    pub rescues: bool,
 }
 
 /// The reports of `train` while it runs.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Debug)]
 pub enum Progress {
     /// A step is done.
     Step {
@@ -108,6 +110,9 @@ pub enum Progress {
         /// How long.
         seconds: f64,
     },
+    /// Ranks are lost, and the run has failed: a checkpoint of what the others have in memory, or why
+    /// there is none.
+    Rescued(Result<Rescued, String>),
     /// A checkpoint could not be written; the run goes on, and the earlier ones are as they were.
     NoCheckpoint {
         /// Steps done.
@@ -182,6 +187,12 @@ pub fn train(
         &mut recorder,
         &mut on_progress,
     );
+    let periodic = options.checkpoints.filter(|p| p.rescues);
+    if let (Err(RuntimeError::Gone { .. }), Some(p)) = (&made, periodic) {
+        let of = (options.plan_hash, p.model);
+        let rescued = checkpoint::rescue(p.kept, p.folder, &mut session, of);
+        on_progress(Progress::Rescued(rescued));
+    }
     // A checkpoint that is on its way is one, if it can be, whatever ended the steps.
     let ended = background.wait(&mut session);
     let settled = settle(ended, &session, &mut on_progress);
@@ -305,6 +316,7 @@ fn save_where_due(
         kept,
         model,
         waits,
+        ..
     } = periodic;
     let step = session.step_number();
     if every == 0 || !step.is_multiple_of(every) {

@@ -1,6 +1,8 @@
-//! `checkpoint`: what training states are, whether they are whole, and their weights in another form.
+//! `checkpoint`: what training states are, whether they are whole, and what they are in other forms.
 
-use crate::args::{CheckpointVerb, ConvertArgs, LookArgs};
+mod dcp;
+
+use crate::args::{CheckpointVerb, ConvertArgs, FormArg, LookArgs};
 use crate::failure::{CHECKPOINTS_ARE, Exit, Failure};
 use crate::{files, model, outputs, report};
 use comfy_table::Table;
@@ -216,13 +218,43 @@ fn verify(args: &LookArgs) -> Result<(), Failure> {
 }
 
 fn convert(args: &ConvertArgs) -> Result<(), Failure> {
+    if checkpoint::dcp::Source::is_at(&args.path) {
+        return dcp::import(args);
+    }
+    if let Some(plan) = &args.plan {
+        let what = format!(
+            "--plan {}: {} is no checkpoint of PyTorch, which has a file `.metadata`",
+            plan.display(),
+            args.path.display()
+        );
+        let help = "leave --plan out to write a checkpoint of Meshwright in another form";
+        return Err(Failure::new(Exit::Usage, what).help(help));
+    }
     all(&args.path)?;
-    let config = model::load_config(&args.config)?;
-    let found = checkpoint::find(&args.path)?;
+    match args.to {
+        FormArg::Dcp => dcp::export(args),
+        FormArg::Transformers => weights(args),
+    }
+}
+
+/// The newest checkpoint that is whole, with a word on those that are not.
+fn newest(path: &Path) -> Result<Checkpoint, Failure> {
+    let found = checkpoint::find(path)?;
     for damaged in &found.passed_over {
         crate::say(format_args!("warning: passed over {damaged}"));
     }
-    let from = found.checkpoint;
+    Ok(found.checkpoint)
+}
+
+/// Writes the weights as transformers load them.
+fn weights(args: &ConvertArgs) -> Result<(), Failure> {
+    let Some(model) = &args.config else {
+        let what = "the names and layout of the weights depend on the model, which is not given";
+        let help = "give --config with the config.json that the plan was compiled from, or --to dcp for PyTorch's form, which needs none";
+        return Err(Failure::new(Exit::Usage, what).help(help));
+    };
+    let config = model::load_config(model)?;
+    let from = newest(&args.path)?;
     if let Some(origin) = from.origin() {
         let graph = ir::text::parse(&origin.model).map_err(|e| {
             let what = format!("{}: its model: {e}", from.path().display());
@@ -232,7 +264,7 @@ fn convert(args: &ConvertArgs) -> Result<(), Failure> {
         if let Some(d) = difference {
             let what = format!(
                 "{}: {d} is {} here, {} in the checkpoint",
-                args.config.display(),
+                model.display(),
                 d.first,
                 d.second
             );
@@ -243,7 +275,7 @@ fn convert(args: &ConvertArgs) -> Result<(), Failure> {
     let folder = &args.output;
     outputs::check_folder(folder)?;
     let (weights, copy) = (folder.join("model.safetensors"), folder.join("config.json"));
-    let config_file = model::file(&args.config)?;
+    let config_file = model::file(model)?;
     let mut inputs = vec![from.path()];
     inputs.extend(config_file.as_deref());
     outputs::check_regular(&[&weights, &copy], &inputs)?;
@@ -255,7 +287,7 @@ fn convert(args: &ConvertArgs) -> Result<(), Failure> {
     outputs::write_with(&weights, |out| {
         Ok(import::export(&weights, out, &config, supply)?)
     })?;
-    let (_, text) = model::config_text(&args.config)?;
+    let (_, text) = model::config_text(model)?;
     outputs::write_atomic(&copy, text.as_bytes())?;
     if args.json {
         return report::print_json(&json!({

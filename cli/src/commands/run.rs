@@ -17,6 +17,7 @@ use crate::{cluster, document, files, interrupt, model, outputs, report};
 use among::Setting;
 use cost_model::StepWork;
 use cost_model::utilisation::peak_flops_per_s;
+use elastic::SoFar;
 use fabric::Chosen;
 use import::{ModelConfig, Weights};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -92,14 +93,18 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     let mut company = among::gather(&setting, args, &loaded)?;
     let processes = company.as_ref().map(|c| Arc::clone(&c.processes));
     let first = resume.as_ref().map_or(0, |c| c.step());
-    let mut newest = None;
+    let mut so_far = SoFar {
+        first,
+        newest: None,
+        rescued: None,
+    };
     let trained = train_all(
         args,
         &loaded,
         (&dataset, &schedule),
         (weights.as_ref(), resume),
         (processes, &chosen),
-        &mut newest,
+        &mut so_far,
     )?;
     let Trained {
         measurement,
@@ -110,8 +115,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
             trained
         }
         (Err(lost @ RuntimeError::Gone { .. }), Some(company)) if args.elastic => {
-            let from = elastic::SoFar { first, newest };
-            return Err(elastic::go_on(args, &loaded, company, (lost, from)));
+            return Err(elastic::go_on(args, &loaded, company, (lost, so_far)));
         }
         (Err(e), _) => return Err(e.into()),
     };
@@ -721,7 +725,7 @@ fn train_all(
     (dataset, schedule): (&Arc<Dataset>, &LrSchedule),
     (weights, resume): (Option<&Weights>, Option<Arc<Checkpoint>>),
     (processes, chosen): (Option<Arc<Processes>>, &Chosen),
-    newest: &mut Option<(PathBuf, u64)>,
+    so_far: &mut SoFar,
 ) -> Result<Result<Trained, RuntimeError>, Failure> {
     let plan = &loaded.plan;
     let stop = interrupt::flag("ending after this step and writing what there is")?;
@@ -735,6 +739,7 @@ fn train_all(
             kept: usize::from(args.checkpoints_kept),
             model: &plan.graph,
             waits: waits(args, loaded),
+            rescues: args.elastic,
         });
     let options = TrainOptions {
         program: &loaded.program,
@@ -829,8 +834,9 @@ fn train_all(
             let words = format!("step {step}: {} has the training state", path.display());
             watch.line(format_args!("{words}"));
             bar.println(words);
-            *newest = Some((path, step));
+            so_far.newest = Some((path, step));
         }
+        Progress::Rescued(found) => so_far.rescued = Some(found),
         Progress::Straggler { step, finding } => bar.suspend(|| {
             let after = ir::counted(step, "step");
             crate::say(format_args!("note: after {after}, {}", of_finding(finding)))

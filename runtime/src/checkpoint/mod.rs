@@ -19,6 +19,7 @@
 //! manifest says; nothing else points at it.
 
 mod background;
+pub mod dcp;
 mod manifest;
 mod shard;
 mod share;
@@ -27,7 +28,7 @@ pub use background::{Background, Ended};
 pub use manifest::{Origin, restamped};
 pub(crate) use shard::Shard;
 pub(crate) use shard::write as write_shard;
-pub(crate) use share::shares;
+pub(crate) use share::{Lost, shares, shares_of};
 
 use crate::error::RuntimeError;
 use crate::execute::{Local, Session};
@@ -122,6 +123,40 @@ pub fn save_keeping(
     let shards = session.write_shards(unfinished.path())?;
     let origin = Origin::of(session, plan, model);
     commit(folder, kept, &unfinished, origin, shards)
+}
+
+/// A checkpoint of a run that has lost ranks, of what those that are left hold in memory.
+#[derive(Debug)]
+pub struct Rescued {
+    /// Optimizer steps done.
+    pub step: u64,
+    /// Its folder.
+    pub path: PathBuf,
+}
+
+/// Writes a checkpoint of a run that has failed as ranks were lost, where those that are left have
+/// all states, of one step. It is read again to see that it is whole.
+///
+/// Fails with the reason in words: then everything is as before.
+pub(crate) fn rescue(
+    kept: usize,
+    folder: &Path,
+    session: &mut Session,
+    (plan, model): (&str, &str),
+) -> Result<Rescued, String> {
+    let words = |e: RuntimeError| e.to_string();
+    let error = |e: std::io::Error| problem(folder, format!("cannot write a checkpoint: {e}"));
+    let left = session.left()?;
+    let step = left.step;
+    let unfinished = Unfinished::folder(folder).map_err(error).map_err(words)?;
+    let shards = session.write_left(left, unfinished.path())?;
+    session.set_step_number(step);
+    let origin = Origin::of(session, plan, model);
+    let path = commit(folder, kept, &unfinished, origin, shards).map_err(words)?;
+    match verify(&path) {
+        Ok(_) => Ok(Rescued { step, path }),
+        Err(problems) => Err(problems.first().map_or(String::new(), ToString::to_string)),
+    }
 }
 
 /// Makes a checkpoint of files that are on the disk: writes the manifest beside them, gives their

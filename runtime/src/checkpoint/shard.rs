@@ -57,12 +57,9 @@ pub(crate) fn write<'a>(
     let name = format!("rank-{}.safetensors", rank.0);
     let path = folder.join(&name);
     let error = |e: io::Error| problem(&path, format!("cannot write: {e}"));
-    let mut out = Hashing {
-        file: BufWriter::with_capacity(1 << 20, File::create_new(&path).map_err(error)?),
-        hasher: blake3::Hasher::new(),
-        bytes: 0,
-    };
-    out.write_all(&header(parts).map_err(error)?)
+    let mut out = Hashing::create(&path).map_err(error)?;
+    let shapes = parts.iter().map(|(path, local)| (path, local.valid()));
+    out.write_all(&header(shapes).map_err(error)?)
         .map_err(error)?;
     for (i, (path, local)) in parts.iter().enumerate() {
         let mut written = Ok(());
@@ -83,8 +80,7 @@ pub(crate) fn write<'a>(
         });
         written?;
     }
-    let file = out.file.into_inner().map_err(|e| error(e.into_error()))?;
-    file.sync_all().map_err(error)?;
+    let (bytes, blake3) = out.finish().map_err(error)?;
     let as_u64 = |n: Vec<usize>| n.into_iter().map(|n| n as u64).collect();
     let written = |(path, local): &(String, Local)| Written {
         path: path.clone(),
@@ -94,17 +90,65 @@ pub(crate) fn write<'a>(
     };
     Ok(Shard {
         file: name,
-        bytes: out.bytes,
-        blake3: out.hasher.finalize().to_string(),
+        bytes,
+        blake3,
         parts: parts.iter().map(written).collect(),
     })
 }
 
+/// Writes parts whose bytes, which `open` gives, lie in other files: the `number`th file of a
+/// checkpoint.
+///
+/// Fails as [`write`] does, and when bytes are missing.
+pub(super) fn copy<R: Read>(
+    folder: &Path,
+    number: usize,
+    parts: Vec<Written>,
+    open: &dyn Fn(usize) -> Result<R, RuntimeError>,
+) -> Result<Shard, RuntimeError> {
+    let name = format!("rank-{number}.safetensors");
+    let path = folder.join(&name);
+    let error = |e: io::Error| problem(&path, format!("cannot write: {e}"));
+    let mut out = Hashing::create(&path).map_err(error)?;
+    let as_usize = |n: &u64| usize::try_from(*n).unwrap_or(usize::MAX);
+    let shapes = parts
+        .iter()
+        .map(|p| (&p.path, p.shape.iter().map(as_usize).collect()));
+    out.write_all(&header(shapes).map_err(error)?)
+        .map_err(error)?;
+    let mut block = vec![0f32; AT_ONCE / 4];
+    for (i, part) in parts.iter().enumerate() {
+        let mut from = open(i)?;
+        let mut left = part.shape.iter().product::<u64>();
+        while left > 0 {
+            let n = block.len().min(as_usize(&left));
+            let values = &mut block[..n];
+            let read = from.read_exact(bytemuck::cast_slice_mut(values));
+            read.map_err(|e| RuntimeError::State {
+                path: part.path.clone(),
+                problem: format!("cannot be read: {e}"),
+            })?;
+            if let Some(&value) = values.iter().find(|v| !v.is_finite()) {
+                let path = part.path.clone();
+                return Err(RuntimeError::NotFinite { path, value });
+            }
+            out.write_all(bytemuck::cast_slice(values)).map_err(error)?;
+            left -= n as u64;
+        }
+    }
+    let (bytes, blake3) = out.finish().map_err(error)?;
+    Ok(Shard {
+        file: name,
+        bytes,
+        blake3,
+        parts,
+    })
+}
+
 /// Length and JSON of a safetensors header, padded with spaces to 8 bytes.
-fn header(parts: &[(String, Local)]) -> io::Result<Vec<u8>> {
-    let (mut tensors, mut at) = (Vec::with_capacity(parts.len()), 0);
-    for (path, local) in parts {
-        let shape = local.valid();
+fn header<'a>(parts: impl Iterator<Item = (&'a String, Vec<usize>)>) -> io::Result<Vec<u8>> {
+    let (mut tensors, mut at) = (Vec::new(), 0);
+    for (path, shape) in parts {
         let end = at + 4 * shape.iter().product::<usize>();
         let info = TensorInfo {
             dtype: Dtype::F32,
@@ -125,6 +169,22 @@ struct Hashing {
     file: BufWriter<File>,
     hasher: blake3::Hasher,
     bytes: u64,
+}
+
+impl Hashing {
+    fn create(path: &Path) -> io::Result<Self> {
+        Ok(Hashing {
+            file: BufWriter::with_capacity(1 << 20, File::create_new(path)?),
+            hasher: blake3::Hasher::new(),
+            bytes: 0,
+        })
+    }
+    /// Has all of it on the disk. Says its length and its hash.
+    fn finish(self) -> io::Result<(u64, String)> {
+        let file = self.file.into_inner().map_err(|e| e.into_error())?;
+        file.sync_all()?;
+        Ok((self.bytes, self.hasher.finalize().to_string()))
+    }
 }
 
 impl Write for Hashing {
@@ -214,7 +274,7 @@ impl Header {
 pub(super) struct Piece {
     pub file: PathBuf,
     /// Byte of its first element.
-    at: u64,
+    pub at: u64,
     start: Vec<usize>,
     shape: Vec<usize>,
 }
@@ -246,6 +306,12 @@ impl Piece {
             start: vec![0; lens.len()],
             shape: lens.iter().map(|&n| n as usize).collect(),
         }
+    }
+
+    /// First indices and lengths.
+    pub fn place(&self) -> (Vec<u64>, Vec<u64>) {
+        let as_u64 = |n: &[usize]| n.iter().map(|&n| n as u64).collect();
+        (as_u64(&self.start), as_u64(&self.shape))
     }
 
     /// Where it and `part` meet: first indices and lengths, of which one is 0 where they do not.

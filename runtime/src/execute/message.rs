@@ -32,6 +32,8 @@ pub(crate) enum Request {
     Written,
     /// Hashes its parts of the states.
     Hash,
+    /// Says which step its states are of.
+    Stands,
     /// Reads its parts of the states that a checkpoint has.
     Load(Arc<Checkpoint>),
 }
@@ -76,6 +78,8 @@ pub(crate) enum Reply {
     Shard(Result<Shard, RuntimeError>),
     /// The hash of each of its states, in the order of its role.
     Hashes(Vec<String>),
+    /// How many steps its states are of; none where an update of them has ended early.
+    Stands(Option<u64>),
     /// Nothing.
     Done,
 }

@@ -99,6 +99,39 @@ pub(crate) struct RankState<D: Device, F: Fabric<D>> {
     record: Option<Record>,
     /// Where the norm of the gradient is computed, if a step can be given up there.
     norm: Option<(TemplateId, usize)>,
+    standing: Standing,
+}
+
+/// The step that a rank's states are of.
+#[derive(Clone, Copy, Debug, Default)]
+struct Standing {
+    /// Steps done; none while states are being written, and where that has ended early.
+    steps: Option<u64>,
+    /// Of the present step, what will still write to them.
+    n_writers: usize,
+}
+
+impl Standing {
+    /// A step begins that has so many instructions that write to states.
+    fn begin(&mut self, step: u64, n_writers: usize) {
+        *self = Standing {
+            steps: Some(step),
+            n_writers,
+        };
+    }
+    /// An instruction is about to be carried out.
+    fn before(&mut self, step: &Step) {
+        if step.writes_states {
+            self.steps = None;
+        }
+    }
+    /// It has been.
+    fn after(&mut self, step: &Step, of: u64) {
+        if step.writes_states {
+            self.n_writers = self.n_writers.saturating_sub(1);
+            self.steps = (self.n_writers == 0).then_some(of + 1);
+        }
+    }
 }
 
 /// Things that are looked for while a script is played.
@@ -158,6 +191,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
         let norm = spoiled::norm(&program, role).filter(|_| device.is_synchronous());
         Ok(RankState {
             norm,
+            standing: Standing::default(),
             role,
             scripts,
             device,
@@ -206,6 +240,15 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
     pub fn states(&self) -> Vec<StateBuffer> {
         self.this().states.clone()
     }
+    /// How many steps its states are of; none where a step has ended in the middle of its update, or
+    /// none was played.
+    pub fn stands(&self) -> Option<u64> {
+        self.standing.steps
+    }
+    /// Whether its device has done what it was given.
+    pub fn is_synchronous(&self) -> bool {
+        self.device.is_synchronous()
+    }
     /// Its place among the ranks.
     pub fn rank(&self) -> Rank {
         self.fabric.rank()
@@ -234,6 +277,10 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
         };
         if play.looks {
             watch.found = self.look_at_states()?;
+        }
+        if play.training {
+            let n_writers = self.scripts.of(true).n_writers;
+            self.standing.begin(play.step, n_writers);
         }
         match self.orders.take().filter(|_| play.training) {
             Some(mut orders) => {
@@ -284,7 +331,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
     ) -> Result<(), RuntimeError> {
         let (program, script) = (Arc::clone(&self.program), self.scripts.of(play.training));
         let role = &program.roles[self.role];
-        let Script { slots, streams } = &*script;
+        let Script { slots, streams, .. } = &*script;
         let mut events: Events<D> = streams
             .iter()
             .map(|s| Vec::with_capacity(s.len()))
@@ -303,8 +350,13 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
                 };
                 if n > 0 {
                     self.record.iter_mut().for_each(Record::begin);
-                    self.play_joined(role, &rest[..=n], play, &mut events)
+                    let joined = &rest[..=n];
+                    joined.iter().for_each(|s| self.standing.before(s));
+                    self.play_joined(role, joined, play, &mut events)
                         .map_err(|source| self.failed(step, source))?;
+                    joined
+                        .iter()
+                        .for_each(|s| self.standing.after(s, play.step));
                     self.record.iter_mut().for_each(|r| r.done_with(n));
                     watch.played += 1 + n;
                     rest = &others[n..];
@@ -345,12 +397,14 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
         events: &mut Events<D>,
     ) -> Result<(), RuntimeError> {
         self.await_events(step, events)?;
+        self.standing.before(step);
         if let Some(ticket) = self.begin(role, step, play)? {
             let since = Instant::now();
             let bytes = self.fabric.pass(&mut self.device, ticket)?;
             self.waited_s += since.elapsed().as_secs_f64();
             self.called(role, step, bytes)?;
         }
+        self.standing.after(step, play.step);
         self.record_event(step, events)
     }
 

@@ -10,7 +10,9 @@
 
 use super::joined::joined;
 use crate::error::RuntimeError;
-use ir::program::{BufferClass, Event, InstrKind, Program, RoleProgram, TemplateKind, Which};
+use ir::program::{
+    BufferClass, Event, InstrKind, Instruction, Program, RoleProgram, TemplateKind, Which,
+};
 use ir::{BufferId, InstrId, Pass, StreamId, TemplateId};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -34,6 +36,8 @@ pub(crate) struct Step {
     pub waits: Vec<(StreamId, usize)>,
     /// Whether another stream waits for it.
     pub is_awaited: bool,
+    /// Whether it writes to where a state lies.
+    pub writes_states: bool,
     /// How many steps of its slot, this one first, a device may begin at once; 0 where it is one of
     /// those of an earlier step.
     pub n_joined: usize,
@@ -46,6 +50,8 @@ pub(crate) struct Script {
     pub slots: Vec<Vec<Step>>,
     /// By stream, its instructions in that order: slot and place in it.
     pub streams: Vec<Vec<(usize, usize)>>,
+    /// How many of them write to states.
+    pub n_writers: usize,
 }
 
 /// The two scripts of a role.
@@ -88,6 +94,7 @@ impl Script {
         let mut made = Script {
             slots: Vec::with_capacity(slots.len()),
             streams: vec![Vec::new(); role.streams.len()],
+            n_writers: 0,
         };
         // Slots that play a template, the latest last, and where their instructions stand: stream,
         // and how many of it are done when the instruction is.
@@ -144,6 +151,7 @@ impl Script {
                     stream,
                     waits: waits.into_iter().collect(),
                     is_awaited: false,
+                    writes_states: writes_states(role, instruction),
                     n_joined: n_joined[at],
                 });
             }
@@ -157,8 +165,28 @@ impl Script {
             let (slot, at) = made.streams[stream.index()][n - 1];
             made.slots[slot][at].is_awaited = true;
         }
+        let steps = made.slots.iter().flatten();
+        made.n_writers = steps.filter(|s| s.writes_states).count();
         made
     }
+}
+
+/// Whether an instruction writes to bytes of a state, under whatever name.
+fn writes_states(role: &RoleProgram, instruction: &Instruction) -> bool {
+    let span = |b: &BufferId| {
+        let b = role.buffer(*b);
+        let end = b.offset + u64::from(b.slots()) * b.stride();
+        (b.space, b.offset, end)
+    };
+    let states: Vec<_> = role.states.iter().map(|s| span(&s.buffer)).collect();
+    instruction
+        .writes()
+        .iter()
+        .map(span)
+        .any(|(space, start, end)| {
+            let mut states = states.iter();
+            states.any(|s| s.0 == space && s.1 < end && start < s.2)
+        })
 }
 
 /// By instruction of a slot, its stream and how many of that are done when it is.

@@ -2,6 +2,7 @@
 //! play, gives out initial states, and gathers loss, measurements and states by messages.
 
 mod replicas;
+mod rescue;
 
 use super::local::{Local, is_computed, narrow, widen};
 use super::message::{Play, Played, Reply, Request, Samples};
@@ -20,7 +21,7 @@ use crate::stragglers::Spent;
 use ir::program::{ARENA_ALIGN, Event, Program, Space, StateBuffer};
 use ir::training::{LOSS_SCALE, LOWEST_LOSS_SCALE, StateRole, UPDATES};
 use ir::{BufferId, Rank, TrainSpec};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::channel;
@@ -314,6 +315,8 @@ pub struct Session {
     watchdog: Duration,
     /// The first error; after it the ranks are out of step and nothing more can be run.
     ended: Option<String>,
+    /// Ranks of processes that are gone, or do not answer.
+    lost: BTreeSet<Rank>,
 }
 
 impl Session {
@@ -447,6 +450,7 @@ impl Session {
             given_up: None,
             watchdog,
             ended: None,
+            lost: BTreeSet::new(),
         })
     }
 
@@ -819,6 +823,7 @@ impl Session {
             _ => (Some(asked), self.watchdog.saturating_mul(ALONE)),
         };
         let is_step = heard.is_none();
+        let mut lost = Vec::new();
         let mut open: Vec<usize> = (0..ranks.len()).collect();
         while !open.is_empty() {
             // Whoever is first is waited for, the others are looked after.
@@ -834,6 +839,7 @@ impl Session {
                     && let Some(error) = worker.silent(m.rank)
                 {
                     silent.push(error);
+                    lost.push(m.rank);
                     return false;
                 }
                 if is_step && answer.is_some() {
@@ -842,7 +848,13 @@ impl Session {
                 match answer {
                     None => return true,
                     Some(Ok(reply)) => replies[i] = Some(reply),
-                    Some(Err(error)) => errors.push(error),
+                    Some(Err(error)) => {
+                        // What it says of another one it has from that one's connection.
+                        if matches!(&error, RuntimeError::Gone { rank, .. } if *rank == m.rank) {
+                            lost.push(m.rank);
+                        }
+                        errors.push(error);
+                    }
                 }
                 false
             });
@@ -850,6 +862,7 @@ impl Session {
                 failed.get_or_insert_with(Instant::now);
             }
         }
+        self.lost.extend(lost);
         if errors.is_empty() && silent.is_empty() {
             return Ok(replies.into_iter().flatten().collect());
         }

@@ -319,6 +319,10 @@ fn obey<D: Device, F: Fabric<D>>(
             let hashes = states.map(|s| state.read(s.buffer).map(hash));
             Ok(Reply::Hashes(hashes.collect::<Result<_, _>>()?))
         }
+        // A device that works later may have begun what the rank thinks done.
+        Request::Stands => Ok(Reply::Stands(
+            state.stands().filter(|_| state.is_synchronous()),
+        )),
         Request::Load(checkpoint) => {
             let stored = |s: &StateBuffer| checkpoint.lens(&s.path).is_some();
             for s in state.states().into_iter().filter(stored) {

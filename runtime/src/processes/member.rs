@@ -66,6 +66,10 @@ pub fn serve(
                         _ => loaded = Some(Arc::clone(checkpoint)),
                     }
                 }
+                // Process 0 may have what is left written down.
+                if let Some(since) = &mut *failed.lock().unwrap_or_else(PoisonError::into_inner) {
+                    *since = Instant::now();
+                }
                 crew.tell(rank, request);
             }
             Ok(Asked::Over(None)) => return Ok(()),

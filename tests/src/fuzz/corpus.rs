@@ -382,6 +382,35 @@ pub(super) fn manifests() -> Vec<Vec<u8>> {
     vec![manifest.to_string().into_bytes()]
 }
 
+/// A distributed checkpoint of PyTorch: its metadata and its file of chunks.
+fn dcp() -> [Vec<u8>; 2] {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let (state, made) = (
+        dir.path().join("state.safetensors"),
+        dir.path().join("made"),
+    );
+    std::fs::write(&state, checkpoints().remove(0)).expect("a temporary file");
+    let from = runtime::checkpoint::find(&state).expect("a good checkpoint");
+    runtime::checkpoint::dcp::export(&from.checkpoint, &made).expect("a temporary folder");
+    [".metadata", "__0_0.distcp"].map(|name| std::fs::read(made.join(name)).expect("a file"))
+}
+
+pub(super) fn dcp_metadata() -> Vec<Vec<u8>> {
+    let [metadata, _] = dcp();
+    vec![metadata]
+}
+
+pub(super) fn dcp_chunks() -> Vec<Vec<u8>> {
+    let [_, chunks] = dcp();
+    vec![chunks]
+}
+
+/// The states of it.
+pub(super) fn dcp_states() -> std::collections::BTreeMap<String, Vec<u64>> {
+    let table = |path: &str| (path.to_string(), vec![4, 2]);
+    [table("embed.table"), table("moment1.embed.table")].into()
+}
+
 pub(super) fn train_files() -> Vec<Vec<u8>> {
     [
         "global_batch = 16 # samples\nsequence = 128\nprecision = \"bf16\"\ndropout = 0.1\nclip_norm = 1.0\nseed = 1337\n\n[optimizer.adam_w]\nbeta1 = 0.9\nbeta2 = 0.95\neps = 1e-8\nweight_decay = 0.1\n",

@@ -49,7 +49,7 @@ pub struct Target {
 
 /// All targets.
 #[rustfmt::skip]
-pub const TARGETS: [Target; 19] = [
+pub const TARGETS: [Target; 21] = [
     Target {
         name: "config",
         run: config,
@@ -168,6 +168,20 @@ pub const TARGETS: [Target; 19] = [
         corpus: corpus::manifests,
         full: 1,
         shape: Shape::Json,
+    },
+    Target {
+        name: "dcp_metadata",
+        run: dcp_metadata,
+        corpus: corpus::dcp_metadata,
+        full: 1,
+        shape: Shape::Binary,
+    },
+    Target {
+        name: "dcp_chunks",
+        run: dcp_chunks,
+        corpus: corpus::dcp_chunks,
+        full: 1,
+        shape: Shape::Binary,
     },
     Target {
         name: "train_spec",
@@ -540,6 +554,36 @@ pub fn manifest(data: &[u8]) -> Depth {
         let file = &corpus::checkpoints()[0];
         std::fs::write(path.with_file_name(corpus::RANK_FILE), file).expect("a temporary file");
         states(&path)
+    })
+}
+
+/// The metadata of a distributed checkpoint of PyTorch, a pickle.
+pub fn dcp_metadata(data: &[u8]) -> Depth {
+    usize::from(runtime::checkpoint::dcp::understands(data))
+}
+
+/// The file of the chunks of one, whose metadata are good.
+pub fn dcp_chunks(data: &[u8]) -> Depth {
+    use runtime::checkpoint::{Origin, dcp};
+    with_file("__0_0.distcp", data, |path| {
+        let folder = path.parent().expect("a folder");
+        let metadata = &corpus::dcp_metadata()[0];
+        std::fs::write(folder.join(dcp::METADATA), metadata).expect("a temporary file");
+        let source = dcp::Source::open(folder).expect("good metadata");
+        let Ok(Some(step)) = source.step() else {
+            return 0;
+        };
+        let origin = Origin {
+            plan_hash: String::new(),
+            model: String::new(),
+            step,
+            seed: 1,
+            next_sample: 0,
+            global_batch: 1,
+            sequence: 1,
+        };
+        let wanted = corpus::dcp_states();
+        usize::from(source.import(&wanted, origin, folder).is_ok())
     })
 }
 

@@ -1,5 +1,5 @@
 //! `--elastic`: a run that has lost processes plans again for the ranks that are left, and goes on from
-//! its newest checkpoint.
+//! the states that these have in memory, where they have all of them, and else from its newest checkpoint.
 //!
 //! Process 0 becomes another program: the same command with what has changed in a file beside the
 //! run's output. So nothing of the old run is left in it, and the processes that it starts then find
@@ -11,9 +11,10 @@ use crate::commands::again::{self, Again};
 use crate::failure::{Exit, Failure};
 use crate::plan_file::Loaded;
 use crate::report::degrees::Degrees;
-use crate::{cluster, document, files, outputs};
+use crate::{cluster, document, files, outputs, report};
 use cost_model::presets;
 use ir::counted;
+use runtime::checkpoint::Rescued;
 use runtime::{RuntimeError, record};
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
@@ -86,6 +87,41 @@ pub struct SoFar {
     /// The newest checkpoint that it wrote, with its step: another run's in the same folder is not
     /// what goes on.
     pub newest: Option<(PathBuf, u64)>,
+    /// The checkpoint of what the ranks that are left had in memory, or why there is none.
+    pub rescued: Option<Result<Rescued, String>>,
+}
+
+impl SoFar {
+    /// The checkpoint to go on from and its step, and where its states are from, in words.
+    fn source(self, args: &RunArgs) -> (Option<PathBuf>, u64, String) {
+        let reason = match self.rescued {
+            Some(Ok(Rescued { step, path })) => {
+                let words = format!(
+                    "The ranks that are left had all states in memory: no step is lost ({}).",
+                    path.display()
+                );
+                return (Some(path), step, words);
+            }
+            Some(Err(reason)) => format!(", as {reason}"),
+            None => String::new(),
+        };
+        let not = format!("The ranks that are left do not have all states in memory{reason}");
+        let began = self.first;
+        match (self.newest, &args.resume) {
+            (Some((path, step)), _) => {
+                let words = format!("{not}. The newest checkpoint is {}.", path.display());
+                (Some(path), step, words)
+            }
+            (None, Some(path)) => {
+                let words = format!("{not}. The run begins again with {}.", path.display());
+                (Some(path.clone()), began, words)
+            }
+            (None, None) => {
+                let words = format!("{not}. There is no checkpoint yet: the run begins anew.");
+                (None, began, words)
+            }
+        }
+    }
 }
 
 /// Plans for what is left and goes on, which does not come back.
@@ -126,10 +162,8 @@ fn prepared(
     let new = plan_for(left.max(1), loaded)?;
     let searched = began.elapsed().as_secs_f64();
     let n_new = ranks_of(&new);
-    let SoFar { first, newest } = from;
-    let step = newest.as_ref().map_or(first, |(_, step)| *step);
-    let resume = newest.map(|(path, _)| path).or(args.resume.clone());
-    let last = first + args.steps;
+    let last = from.first + args.steps;
+    let (resume, step, source) = from.source(args);
     let losses = args.losses + 1;
     let beside = |what: String| args.output.with_extension(what);
     let plan = beside(format!("plan-{losses}-of-{n_new}-ranks.json"));
@@ -161,9 +195,10 @@ fn prepared(
         None => String::new(),
     };
     crate::say(format_args!(
-        "going on with {} in place of {n_ranks}, from step {step}: planned again in {searched:.1} s ({}).\n  Before: {before}\n  Now:    {after}{records}",
+        "going on with {} in place of {n_ranks}, from step {step}: planned again in {searched:.1} s ({}).\n{}\n  Before: {before}\n  Now:    {after}{records}",
         counted(n_new as u64, "rank"),
-        plan.display()
+        plan.display(),
+        report::wrapped(&format!("  {source}"))
     ));
     let program = std::env::current_exe();
     let program = program.map_err(|e| Failure::new(Exit::RunFailed, e))?;

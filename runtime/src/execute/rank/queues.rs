@@ -159,10 +159,12 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
             None => {
                 // A device may do later what it was given.
                 self.await_events(step, events)?;
+                self.standing.before(step);
                 *open = self.begin(role, step, play)?;
             }
         }
         if open.is_none() {
+            self.standing.after(step, play.step);
             self.record_event(step, events)?;
         }
         Ok(Some(open.is_none()))

@@ -1,0 +1,126 @@
+//! Checkpoints as PyTorch's `torch.distributed.checkpoint` has them, there and back.
+
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::process::Command;
+use support::{Place, repository};
+
+const RUN: [&str; 5] = ["run", "plan.json", "--data", "text.txt", "--steps"];
+
+/// A place with a checkpoint of two ranks in `state`, whose moments lie in two parts.
+fn trained() -> Place {
+    let place = Place::new();
+    let compile = ["compile", "config.json", "--cluster", "cpu-default"];
+    let pins = ["--ranks", "2", "--global-batch", "2", "--pin", "data=2"];
+    let zero = ["--pin", "zero=1"];
+    place.run(&[&compile[..], &pins, &zero].concat()).expect(0);
+    let state = ["3", "--checkpoint", "state"];
+    place.run(&[&RUN[..], &state].concat()).expect(0);
+    place
+}
+
+/// The files of the checkpoint that comes of one more step.
+fn one_step(place: &Place, from: &str, to: &str) -> Vec<Vec<u8>> {
+    let more = ["1", "--resume", from, "--checkpoint", to];
+    place.run(&[&RUN[..], &more].concat()).expect(0);
+    let name = place.names_in(to).pop().unwrap();
+    let shards = ["rank-0.safetensors", "rank-1.safetensors"];
+    let read = |shard| place.read(&format!("{to}/{name}/{shard}"));
+    shards.map(read).into()
+}
+
+#[test]
+fn a_checkpoint_goes_to_pytorch_s_form_and_back() {
+    let place = trained();
+    let convert = |args: &[&str]| place.run(&[&["checkpoint", "convert"], args].concat());
+    let to = convert(&["state", "--to", "dcp", "-o", "there"]).expect(0);
+    assert!(to.out.contains("after 3 steps"), "{}", to.out);
+    assert_eq!(
+        place.names_in("there"),
+        [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    );
+    let back = ["there", "--plan", "plan.json", "-o", "again", "--json"];
+    let said = convert(&back).expect(0).json();
+    assert_eq!(
+        (&said["step"], &said["left_out"]),
+        (&3.into(), &serde_json::json!([]))
+    );
+    assert_eq!(
+        one_step(&place, "again", "a"),
+        one_step(&place, "state", "b")
+    );
+
+    // What cannot be is said, and nothing is written.
+    let says = |args: &[&str], code, words: &[&str]| {
+        let before = place.names();
+        convert(args).expect(code).says(words);
+        assert_eq!(place.names(), before);
+    };
+    says(&["state", "-o", "x"], 2, &["--config", "--to dcp"]);
+    says(
+        &["state", "--to", "dcp", "-o", "there"],
+        2,
+        &["there is something in it"],
+    );
+    says(
+        &["there", "-o", "x"],
+        2,
+        &["checkpoint of PyTorch", "--plan"],
+    );
+    says(
+        &["state", "--plan", "plan.json", "-o", "x"],
+        2,
+        &["is no checkpoint of PyTorch"],
+    );
+    std::fs::write(place.path("there/.metadata"), b"\x80\x02cos\nsystem\n.").unwrap();
+    says(
+        &["there", "--plan", "plan.json", "-o", "again"],
+        3,
+        &["`os.system`", "nothing of it was executed"],
+    );
+}
+
+/// PyTorch reads what is written here, and what it writes is read, to the bit.
+#[test]
+fn pytorch_reads_and_writes_the_same() {
+    if std::env::var("RUN_SLOW_TESTS").is_err() {
+        eprintln!("skipped: RUN_SLOW_TESTS is not set");
+        return;
+    }
+    let python = std::env::var("PYTHON").unwrap_or("python3".into());
+    let torch = ["-c", "import torch.distributed.checkpoint"];
+    let found = Command::new(&python).args(torch).output();
+    if !found.is_ok_and(|o| o.status.success()) {
+        eprintln!("skipped: {python} has no PyTorch (PYTHON names another one)");
+        return;
+    }
+    let place = trained();
+    let convert = |args: &[&str]| place.run(&[&["checkpoint", "convert"], args].concat());
+    convert(&["state", "--to", "dcp", "-o", "there"]).expect(0);
+    let step = place.names_in("state").pop().unwrap();
+    let done = Command::new(&python)
+        .arg(repository().join("cli/tests/support/dcp.py"))
+        .args(["there", &format!("state/{step}"), "from-pytorch"])
+        .current_dir(place.path("."))
+        .output()
+        .unwrap();
+    let words = String::from_utf8_lossy(&done.stderr);
+    assert!(done.status.success(), "{words}");
+    let back = [
+        "from-pytorch",
+        "--plan",
+        "plan.json",
+        "-o",
+        "again",
+        "--json",
+    ];
+    let said = convert(&back).expect(0).json();
+    assert_eq!(said["step"], 3);
+    assert_eq!(said["left_out"], serde_json::json!(["epoch", "notes"]));
+    assert_eq!(
+        one_step(&place, "again", "a"),
+        one_step(&place, "state", "b")
+    );
+}

@@ -1,0 +1,92 @@
+//! What is left of the states when ranks are lost.
+//!
+//! A rank knows whether its states are those of a step, or an update of them has ended early. Steps are
+//! updated at their end, after all ranks have met, so that ranks are mostly at the same one; some may be a
+//! step ahead, where the loss befell others in between. Of the steps that ranks are at, the last one is
+//! taken of which they have every part together.
+
+use super::{ALONE, ATTENTION, LAST_WORDS, Member, Session};
+use crate::checkpoint::{Lost, Shard, shares_of};
+use crate::execute::message::{Reply, Request};
+use ir::Rank;
+use ir::program::StateBuffer;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// The states that ranks have together.
+pub(crate) struct Left {
+    /// Optimizer steps done.
+    pub step: u64,
+    /// What each of them writes.
+    shares: BTreeMap<Rank, Vec<StateBuffer>>,
+}
+
+impl Session {
+    /// The last step of which the ranks that are left have all states. Fails with the reason why there
+    /// is none.
+    pub(crate) fn left(&mut self) -> Result<Left, String> {
+        let there = |m: &&Member| !self.lost.contains(&m.rank);
+        let there: Vec<Member> = self.ranks.iter().filter(there).copied().collect();
+        let replies = self.ask_left(&there, LAST_WORDS, |_| Request::Stands);
+        let mut at: BTreeMap<u64, BTreeSet<Rank>> = BTreeMap::new();
+        for (m, reply) in there.iter().zip(replies) {
+            if let Some(Reply::Stands(Some(step))) = reply {
+                at.entry(step).or_default().insert(m.rank);
+            }
+        }
+        let mut reason = "those that are left were in the middle of an update".to_string();
+        for (step, ranks) in at.into_iter().rev() {
+            match shares_of(&self.program, |r| ranks.contains(&r)) {
+                Ok(shares) => return Ok(Left { step, shares }),
+                Err(Lost { path, had }) => {
+                    let had: Vec<String> = had.iter().map(ToString::to_string).collect();
+                    reason = format!(
+                        "of `{path}` there was a part with {} and nowhere else",
+                        had.join(" and ")
+                    );
+                }
+            }
+        }
+        Err(reason)
+    }
+
+    /// Has them write their shares to files in `folder`. Fails with the reason why one could not.
+    pub(crate) fn write_left(&mut self, left: Left, folder: &Path) -> Result<Vec<Shard>, String> {
+        let shares = left.shares;
+        let writes = |m: &&Member| shares.contains_key(&m.rank);
+        let writers: Vec<Member> = self.ranks.iter().filter(writes).copied().collect();
+        let patience = self.watchdog.saturating_mul(ALONE);
+        let of = |m: &Member| shares.get(&m.rank).cloned().unwrap_or_default();
+        let replies = self.ask_left(&writers, patience, |m| {
+            Request::Save(folder.to_path_buf(), of(m))
+        });
+        let written = writers.iter().zip(replies).map(|(m, reply)| match reply {
+            Some(Reply::Shard(Ok(shard))) => Ok(shard),
+            Some(Reply::Shard(Err(e))) => Err(e.to_string()),
+            _ => Err(format!("{} is lost, too", m.rank)),
+        });
+        written.collect()
+    }
+
+    /// Asks ranks of a run that has failed, each of which is waited for no longer than so.
+    fn ask_left(
+        &mut self,
+        ranks: &[Member],
+        patience: Duration,
+        request: impl Fn(&Member) -> Request,
+    ) -> Vec<Option<Reply>> {
+        for m in ranks {
+            self.workers[m.worker].tell(m.rank, request(m));
+        }
+        let asked = Instant::now();
+        let answer = |m: &Member| loop {
+            match self.workers[m.worker].hear(m.rank, ATTENTION) {
+                Some(answer) => break answer.ok(),
+                None if asked.elapsed() > patience => break None,
+                None => {}
+            }
+        };
+        ranks.iter().map(answer).collect()
+    }
+}
