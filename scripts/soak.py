@@ -8,7 +8,9 @@ checkpoint every few steps. In each round some process is killed at a random mom
 of them, sometimes both, or it is stopped by SIGSTOP, which the run has to find out. The next round goes
 on from what is there. Looked at after each round: whether the run ended in time, its exit code, whether
 it named the process, what is left behind, and whether the checkpoints verify. In the end the state
-is compared, to the bit, with that of a run that nobody disturbed.
+is compared, to the bit, with that of a run that nobody disturbed. SIGTERM ends it after its round, with
+the report. Where the machine is so busy that a run's processes do not come together in their 20
+seconds, nobody is killed; such rounds are counted, and begun anew.
 """
 
 import argparse
@@ -89,9 +91,13 @@ def main():
     base = ["run", "plan.json", "--data", "text.txt", "--processes=2", "--time-out", str(PATIENCE),
             "--checkpoint", "state", "--checkpoint-every", "10"]
     seen = dict(killed=0, stopped=0, both=0, named=0, to_name=0, hangs=0, codes={}, left=0,
-                damaged=0, training=0)
+                damaged=0, training=0, late=0)
+    ends = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ends.append(True))
     delays, lost, unnamed, began, state = [], [], [], time.time(), folder / "state"
-    while seen["killed"] + seen["stopped"] < args.kills and time.time() - began < args.seconds:
+    while seen["killed"] + seen["stopped"] < args.kills and not ends \
+            and time.time() - began < args.seconds:
         before = newest(state)[0] if state.exists() else 0
         go_on = ["--resume", "state"] if before else []
         metrics = folder / "metrics.csv"
@@ -121,6 +127,9 @@ def main():
         elif kind < 0.15 and others:
             victims, how = [others[0]], signal.SIGSTOP
         if run.poll() is not None:
+            if "did not join in" in " ".join((folder / "errors").read_text().split()):
+                seen["late"] += 1
+                continue
             sys.exit(f"the run ended by itself\n{(folder / 'errors').read_text()}")
         for victim in victims:
             os.kill(victim, how)
@@ -169,7 +178,8 @@ def main():
         f"- Rounds: {rounds}, of them {seen['killed']} by SIGKILL ({seen['both']} of both processes at "
         f"once) and {seen['stopped']} by SIGSTOP, in {time.time() - began:.0f} s, seed {args.seed}; "
         f"{seen['training']} after the first step of the run, the others before.",
-        f"- Runs that did not end by themselves: {seen['hangs']}.",
+        f"- Runs that did not end by themselves: {seen['hangs']}. Runs whose processes had no processor to "
+        f"come together: {seen['late']}.",
         f"- Exit codes: {', '.join(f'{c}: {n}' for c, n in sorted(seen['codes'].items()))} (6 is a run "
         "that failed, -9 process 0 killed itself).",
         f"- Process 1 was the victim in {seen['to_name']} rounds; the message named it in {seen['named']}.",
