@@ -107,7 +107,7 @@ pub(crate) struct RankState<D: Device, F: Fabric<D>> {
 struct Standing {
     /// Steps done; none while states are being written, and where that has ended early.
     steps: Option<u64>,
-    /// Of the present step, what will still write to them.
+    /// Instructions of the present step that will still write to them.
     n_writers: usize,
 }
 

@@ -217,7 +217,7 @@ fn pickle(storage: &str, elements: u64, shape: &[u64]) -> Vec<u8> {
     w.end()
 }
 
-/// What stands behind a place in a file.
+/// The part of a file behind a place.
 struct Behind<'a, W> {
     inner: &'a mut W,
     base: u64,

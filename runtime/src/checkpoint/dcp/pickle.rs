@@ -349,7 +349,7 @@ impl Machine<'_> {
         self.nodes.push(node);
         Ok(())
     }
-    /// What is below a mark belongs to whoever takes the mark.
+    /// Takes the top, unless a mark is above it: that belongs to whoever takes the mark.
     fn pop(&mut self) -> Done<At> {
         let top = self.top()?;
         self.stack.pop();

@@ -1,4 +1,4 @@
-//! What PyTorch itself makes of such files is tried by `cli/tests/dcp.rs`.
+//! There and back, without PyTorch: `cli/tests/dcp.rs` tries what that makes of such files.
 
 use super::*;
 use crate::checkpoint::manifest::Origin;

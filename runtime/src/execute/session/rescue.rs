@@ -1,4 +1,4 @@
-//! What is left of the states when ranks are lost.
+//! The states that are left when ranks are lost.
 //!
 //! A rank knows whether its states are those of a step, or an update of them has ended early. Steps are
 //! updated at their end, after all ranks have met, so that ranks are mostly at the same one; some may be a
@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 pub(crate) struct Left {
     /// Optimizer steps done.
     pub step: u64,
-    /// What each of them writes.
+    /// The states that each of them writes.
     shares: BTreeMap<Rank, Vec<StateBuffer>>,
 }
 
