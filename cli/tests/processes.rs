@@ -802,6 +802,43 @@ fn states_that_one_rank_had_alone_are_taken_from_the_checkpoint() {
     );
 }
 
+/// Process 0 is killed while another one that it started has not joined yet, and so has no connection
+/// to it that could end: that one ends all the same, and does not wait for as long as it has to join.
+#[test]
+fn an_orphan_that_has_not_joined_ends() {
+    let place = Place::with_plan();
+    let args = [
+        &RUN[..],
+        &["--processes=2", "--steps", "100000000", "-o", "o.json"],
+    ]
+    .concat();
+    let mut child = command(&place, &args).spawn().unwrap();
+    let own = child.id();
+    let since = Instant::now();
+    // The other one, as soon as it is there, is held up before it can join.
+    let orphan = loop {
+        let mut others = processes_of(&place, "o.json").into_iter();
+        if let Some(other) = others.find(|id| *id != own) {
+            break other.to_string();
+        }
+        assert!(
+            since.elapsed() < Duration::from_secs(60),
+            "nothing was started"
+        );
+    };
+    let signal = |name: &str, id: &str| {
+        let sent = Command::new("kill").args([name, id]).status();
+        assert!(sent.unwrap().success());
+    };
+    signal("-STOP", &orphan);
+    // What it is to be told is on its standard input by then.
+    std::thread::sleep(Duration::from_millis(100));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    signal("-CONT", &orphan);
+    wait_for_none(&place, "o.json");
+}
+
 /// A control group for memory of this test; none where this machine or user may not have one.
 struct Group(std::path::PathBuf);
 

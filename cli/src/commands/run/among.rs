@@ -11,12 +11,15 @@ use std::io::{BufRead, Read, Seek, SeekFrom};
 use std::net::{Ipv4Addr, SocketAddr, ToSocketAddrs};
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// How long processes have to come together, however short `--time-out` is: that is chosen for steps,
 /// and a process that starts reads, lowers and checks the plan first. On a busy machine this took more
 /// than the two seconds that a soak of kills gave it.
 const LEAST_TO_JOIN: Duration = Duration::from_secs(20);
+/// How often a process that waits to join looks whether the one that started it is there.
+const LOOK_FOR_PARENT: Duration = Duration::from_millis(100);
 
 /// Which processes have the ranks of a run.
 #[derive(Debug)]
@@ -203,6 +206,7 @@ pub fn gather(
             })?;
             let find = &mut || Ok((appointment.address.clone(), appointment.token()?));
             let way = Way::LookedUp(find);
+            let _orphan = Orphan::watch(appointment.pid);
             Ok(Some(alone(join(*place, &fingerprint, patience, way)?)))
         }
         #[cfg(feature = "mpi")]
@@ -234,6 +238,37 @@ pub fn gather(
             let processes = host.gather(of, &fingerprint, patience, &mut || None)?;
             Ok(Some(alone(processes)))
         }
+    }
+}
+
+/// Ends this process when the one that started it has, as long as this is there: until they have met,
+/// no connection says so, and the place where they would meet stays empty.
+struct Orphan(Arc<AtomicBool>);
+
+impl Orphan {
+    fn watch(parent: u32) -> Self {
+        let has_joined = Arc::new(AtomicBool::new(false));
+        let seen = Arc::clone(&has_joined);
+        let is_parent =
+            move |p: rustix::process::Pid| p.as_raw_nonzero().get().cast_unsigned() == parent;
+        std::thread::spawn(move || {
+            while !seen.load(Ordering::Relaxed) {
+                if !rustix::process::getppid().is_some_and(is_parent) {
+                    crate::say(format_args!(
+                        "process 0 (pid {parent}) ended before this process joined it"
+                    ));
+                    std::process::exit(Exit::RunFailed as i32);
+                }
+                std::thread::sleep(LOOK_FOR_PARENT);
+            }
+        });
+        Orphan(has_joined)
+    }
+}
+
+impl Drop for Orphan {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
     }
 }
 

@@ -15,6 +15,8 @@ pub struct Appointment {
     /// Host and port.
     pub address: String,
     token: String,
+    /// Process 0 on its host.
+    pub pid: u32,
 }
 
 impl Appointment {
@@ -23,6 +25,7 @@ impl Appointment {
         Appointment {
             address: address.to_string(),
             token: token.reveal(),
+            pid: std::process::id(),
         }
     }
     /// The token.
