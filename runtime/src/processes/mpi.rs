@@ -15,7 +15,7 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The tag of messages that bring processes together.
 const HELLO: Tag = 71;
@@ -27,6 +27,10 @@ const LONGEST: usize = 1 << 30;
 const LOOKS: u32 = 200;
 /// The pause.
 const PAUSE: Duration = Duration::from_micros(50);
+/// The same while processes come together.
+const BETWEEN_LOOKS: Duration = Duration::from_millis(5);
+/// How much longer than process 0 waits the others wait for its answer.
+const ANSWER: Duration = Duration::from_secs(5);
 
 /// The MPI library of this process, ended when this is dropped, after its [`Processes`].
 pub struct Mpi {
@@ -92,17 +96,30 @@ impl Mpi {
         self.place
     }
 
-    /// Brings all processes together.
+    /// Brings all processes together, each of which waits no longer than so.
     ///
-    /// Fails when one of them is of another run: then all are told.
-    pub fn join(&self, fingerprint: &Fingerprint) -> Result<Processes, JoinError> {
+    /// Fails when one of them is of another run, or does not come: then those that came are told.
+    pub fn join(
+        &self,
+        fingerprint: &Fingerprint,
+        patience: Duration,
+    ) -> Result<Processes, JoinError> {
         let (world, place) = (SimpleCommunicator::world(), self.place);
+        let until = Instant::now() + patience;
         let all = match place.index {
-            0 => welcome(&world, place.of, fingerprint)?,
+            0 => welcome(&world, place.of, fingerprint, patience)?,
             index => {
                 let first = world.process_at_rank(0);
                 first.send_with_tag(&told(&(fingerprint, Who::me()))?[..], HELLO);
-                match heard(&first.receive_vec_with_tag::<u8>(HELLO).0)? {
+                // Process 0 waits as long for the others, and answers then.
+                let answer = hello(&world, 0, until + ANSWER);
+                let answer = answer.ok_or_else(|| JoinError::Unreachable {
+                    place,
+                    at: String::new(),
+                    seconds: (patience + ANSWER).as_secs(),
+                    problem: "it does not answer".into(),
+                })?;
+                match heard(&answer)? {
                     Reply::Welcome(all) => all,
                     Reply::Refused(reason) => return Err(JoinError::Refused { index, reason }),
                 }
@@ -128,17 +145,37 @@ impl Mpi {
     }
 }
 
+/// The word of a process by which it joins; none when it does not come in time.
+fn hello(world: &SimpleCommunicator, from: i32, until: Instant) -> Option<Vec<u8>> {
+    loop {
+        let from = world.process_at_rank(from);
+        if let Some((message, status)) = from.immediate_matched_probe_with_tag(HELLO) {
+            let mut words = vec![0u8; status.count(u8::equivalent_datatype()) as usize];
+            message.matched_receive_into(&mut words[..]);
+            return Some(words);
+        }
+        if Instant::now() > until {
+            return None;
+        }
+        std::thread::sleep(BETWEEN_LOOKS);
+    }
+}
+
 /// Hears who the others are, and tells them all.
 fn welcome(
     world: &SimpleCommunicator,
     of: usize,
     fingerprint: &Fingerprint,
+    patience: Duration,
 ) -> Result<Vec<Who>, JoinError> {
+    let until = Instant::now() + patience;
     let (mut all, mut error) = (vec![Who::me()], None);
+    let mut missing = Vec::new();
     for index in 1..of {
-        let (words, _) = world
-            .process_at_rank(index as i32)
-            .receive_vec_with_tag::<u8>(HELLO);
+        let Some(words) = hello(world, index as i32, until) else {
+            missing.push(index);
+            continue;
+        };
         let (theirs, who): (Fingerprint, Who) = heard(&words)?;
         all.push(who);
         if let Some((what, [ours, theirs])) = fingerprint.difference(&theirs) {
@@ -150,12 +187,19 @@ fn welcome(
             });
         }
     }
+    if !missing.is_empty() {
+        error = Some(JoinError::Missing {
+            missing: missing.clone(),
+            of,
+            seconds: patience.as_secs(),
+        });
+    }
     let reply = match &error {
         None => Reply::Welcome(all.clone()),
         Some(e) => Reply::Refused(e.to_string()),
     };
     let reply = told(&reply)?;
-    for index in 1..of {
+    for index in (1..of).filter(|i| !missing.contains(i)) {
         let to = world.process_at_rank(index as i32);
         to.send_with_tag(&reply[..], HELLO);
     }

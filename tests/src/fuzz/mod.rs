@@ -581,6 +581,7 @@ pub fn dcp_chunks(data: &[u8]) -> Depth {
             next_sample: 0,
             global_batch: 1,
             sequence: 1,
+            data: None,
         };
         let wanted = corpus::dcp_states();
         usize::from(source.import(&wanted, origin, folder).is_ok())

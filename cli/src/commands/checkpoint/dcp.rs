@@ -48,7 +48,7 @@ pub fn export(args: &ConvertArgs) -> Result<(), Failure> {
             "tensors": n_states + 1,
         }));
     }
-    report::prose(&format!(
+    report::out(&format!(
         "{} after {}: its {} are in {shown}, as torch.distributed.checkpoint loads them, in f32 and under their own names; `{STEP}` has the number of steps.",
         from.path().display(),
         counted(from.step(), "step"),
@@ -93,6 +93,8 @@ pub fn import(args: &ConvertArgs) -> Result<(), Failure> {
         next_sample: step.saturating_mul(spec.global_batch),
         global_batch: spec.global_batch,
         sequence: spec.sequence,
+        // Nobody knows what PyTorch trained on.
+        data: None,
     };
     let imported = source.import(&wanted, origin, &args.output)?;
     if args.json {
@@ -103,7 +105,7 @@ pub fn import(args: &ConvertArgs) -> Result<(), Failure> {
             "left_out": imported.left_out,
         }));
     }
-    report::prose(&format!(
+    report::out(&format!(
         "{shown} after {}: its {} are in {}. Next: meshwright run {} --data FILE --resume {}",
         counted(step, "step"),
         counted(wanted.len() as u64, "state"),
@@ -120,7 +122,7 @@ pub fn import(args: &ConvertArgs) -> Result<(), Failure> {
         true => format!(" and {} more", left.len() - SHOWN),
         false => String::new(),
     };
-    report::prose(&format!(
+    report::out(&format!(
         "Left out, as the plan has no such states: {}{more}.",
         first.join(", ")
     ))

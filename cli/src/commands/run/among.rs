@@ -210,7 +210,7 @@ pub fn gather(
             Ok(Some(alone(join(*place, &fingerprint, patience, way)?)))
         }
         #[cfg(feature = "mpi")]
-        Setting::Mpi(mpi) => Ok(Some(alone(mpi.join(&fingerprint)?))),
+        Setting::Mpi(mpi) => Ok(Some(alone(mpi.join(&fingerprint, patience)?))),
         Setting::Launched(launched) if launched.is_local() => {
             let place = launched.place;
             if place.index > 0 {

@@ -12,6 +12,7 @@ fn origin(step: u64) -> Origin {
         next_sample: 4 * step,
         global_batch: 4,
         sequence: 8,
+        data: None,
     }
 }
 
