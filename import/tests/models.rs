@@ -57,10 +57,10 @@ fn parameter_counts_are_the_published_ones() {
         ("pythia-6.9b", 6_857_302_016),
         ("gpt-neox-20b", 20_554_567_680),
         ("nemotron-4-340b", 341_029_195_776),
-        // A table with a norm, layers of 12 h^2 + 13 h, the last norm.
         // Attention 26,555,904, a router 2,881 and an expert 24,891,840 for each; two tables, the last norm.
         ("gpt-oss-20b", 20_914_757_184),
         ("gpt-oss-120b", 116_829_156_672),
+        // A table with a norm, layers of 12 h^2 + 13 h, the last norm.
         ("bloom-560m", 559_214_592),
         ("bloom-7b1", 7_069_016_064),
         ("bloom-176b", 176_247_271_424),

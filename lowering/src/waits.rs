@@ -460,3 +460,37 @@ impl Plays {
         (made.1 < waiting.2).then_some((waiter.0, waiter.1, event))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every byte is of who took it last, whatever ranges were taken before.
+    #[test]
+    fn bytes_are_of_who_took_them_last() {
+        let mut random = 7u64;
+        let mut below = |n: u64| {
+            random = random.wrapping_mul(6364136223846793005).wrapping_add(1);
+            (random >> 33) % n
+        };
+        let at = |byte: u64| (Space::Device, byte);
+        for _ in 0..200 {
+            let (mut taken, mut owners) = (Taken::new(), vec![None; 64]);
+            for b in 0..12 {
+                let from = below(60);
+                let to = (from + below(20)).min(64);
+                let mut found: Vec<BufferId> = overlapping(&taken, at(from), at(to)).collect();
+                found.sort_unstable();
+                found.dedup();
+                let range = from as usize..to as usize;
+                let mut expected: Vec<BufferId> =
+                    owners[range.clone()].iter().copied().flatten().collect();
+                expected.sort_unstable();
+                expected.dedup();
+                assert_eq!(found, expected, "{from} to {to} of {taken:?}");
+                take(&mut taken, at(from), at(to), BufferId(b));
+                owners[range].fill(Some(BufferId(b)));
+            }
+        }
+    }
+}

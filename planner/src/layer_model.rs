@@ -17,6 +17,7 @@ use ir::{LayerId, OpId, OpKind, Origin, Pass, Region, ShardingSpec, ValueId};
 use rustc_hash::FxHashMap;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
+use std::marker::PhantomData;
 use std::sync::Arc;
 
 mod dominance;
@@ -106,21 +107,24 @@ impl Link {
 
 /// Numbers of specs ([`Prices::number`]). Choices share the parts that hold their specs, so where
 /// one lies is looked at before what it says.
-struct SpecNumbers<'p, 'a> {
+struct SpecNumbers<'p, 'a, 's> {
     prices: &'p mut Prices<'a>,
-    /// By address; what was numbered outlives this.
+    /// By address.
     known: FxHashMap<*const ShardingSpec, usize>,
+    /// What was numbered outlives this, so that no other spec can have its address.
+    of: PhantomData<&'s ShardingSpec>,
 }
 
-impl<'p, 'a> SpecNumbers<'p, 'a> {
+impl<'p, 'a, 's> SpecNumbers<'p, 'a, 's> {
     fn new(prices: &'p mut Prices<'a>) -> Self {
         SpecNumbers {
             prices,
             known: FxHashMap::default(),
+            of: PhantomData,
         }
     }
 
-    fn of(&mut self, spec: &ShardingSpec) -> usize {
+    fn of(&mut self, spec: &'s ShardingSpec) -> usize {
         let prices = &mut *self.prices;
         let known = self.known.entry(std::ptr::from_ref(spec));
         *known.or_insert_with(|| prices.number(spec))

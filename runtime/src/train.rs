@@ -187,15 +187,16 @@ pub fn train(
         &mut recorder,
         &mut on_progress,
     );
+    // A checkpoint that is on its way is one, if it can be, whatever ended the steps. It is of an
+    // earlier step than what is written now, so it comes first.
+    let ended = background.wait(&mut session);
+    let settled = settle(ended, &session, &mut on_progress);
     let periodic = options.checkpoints.filter(|p| p.rescues);
     if let (Err(RuntimeError::Gone { .. }), Some(p)) = (&made, periodic) {
         let of = (options.plan_hash, p.model);
         let rescued = checkpoint::rescue(p.kept, p.folder, &mut session, of);
         on_progress(Progress::Rescued(rescued));
     }
-    // A checkpoint that is on its way is one, if it can be, whatever ended the steps.
-    let ended = background.wait(&mut session);
-    let settled = settle(ended, &session, &mut on_progress);
     made.and(settled)?;
     Ok(Trained {
         measurement: recorder.finish(options.program),

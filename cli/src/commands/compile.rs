@@ -294,7 +294,7 @@ fn dump_problems(folder: &Path, planned: &Planned) -> Result<(), Failure> {
 
 /// Has the plan and its program checked. A plan that is rejected here is our mistake.
 pub fn prove(planned: &Planned) -> Result<(), Failure> {
-    let mut violations = checker::check_plan(&planned.plan);
+    let mut violations = plan_file::violations(&planned.plan);
     if violations.is_empty() {
         violations = checker::check_program(&planned.plan, &planned.training, &planned.program);
     }

@@ -154,9 +154,10 @@ pub(super) fn gradients(
 ) -> Result<Option<&'static str>, JobError> {
     const IN_BF16: &str = "grad-reduce-in-bf16";
     const SUMMED: &str = "megatron-fsdp-main-grads-dtype";
-    let off = args.is_off("accumulate-allreduce-grads-in-fp32");
+    const IN_F32: &str = "accumulate-allreduce-grads-in-fp32";
+    let off = args.is_off(IN_F32);
     let narrow = args.switch(IN_BF16) || off;
-    args.switch("accumulate-allreduce-grads-in-fp32");
+    args.switch(IN_F32);
     let patterns = args.list("ddp-param-name-patterns-for-fp32-local-accumulation")?;
     let dtype = |text: Option<&str>, usual: bool| match text {
         None | Some("auto" | "None") => usual,
@@ -176,9 +177,10 @@ pub(super) fn gradients(
         return Ok(None);
     }
     if summed_narrow {
-        let name = match args.switch("use-megatron-fsdp") {
-            true => SUMMED,
-            false => IN_BF16,
+        let name = match (args.switch("use-megatron-fsdp"), args.switch(IN_BF16)) {
+            (true, _) => SUMMED,
+            (false, true) => IN_BF16,
+            (false, false) => IN_F32,
         };
         notes.push(Note {
             kind: NoteKind::NotModelled,

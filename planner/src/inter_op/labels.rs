@@ -405,8 +405,8 @@ impl<'a> Problem<'a> {
     }
 }
 
-/// Whether of labels each costs more than the one before it and takes less time once a step, and all
-/// are sent to in the same time.
+/// Whether of labels each costs no less than the one before it and takes no more time once a step, and
+/// all are sent to in the same time.
 fn is_stair(reached: &[Reached]) -> bool {
     let mut pairs = reached.iter().zip(reached.iter().skip(1));
     pairs.all(|(a, b)| a.sum <= b.sum && a.step >= b.step && a.transfer == b.transfer)

@@ -5,7 +5,8 @@
 //! while this one computes, which may hide nearly all of it: ZeRO-3 over one mesh is then the
 //! fastest plan there is, and by the objective a tenth behind. So stages over all devices are
 //! chosen once more under weights that charge such traffic only in part, and what is found that
-//! way is simulated beside the rest.
+//! way is simulated beside the rest. Of one or two microbatches so are those whose parameters are
+//! whole: what they reduce at the step's end hides there too, and is charged in full.
 
 use super::pipelines::{NEAR, Pipeline};
 use super::simple::Likeness;

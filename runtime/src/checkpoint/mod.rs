@@ -152,10 +152,17 @@ pub(crate) fn rescue(
     let shards = session.write_left(left, unfinished.path())?;
     session.set_step_number(step);
     let origin = Origin::of(session, plan, model);
-    let path = commit(folder, kept, &unfinished, origin, shards).map_err(words)?;
+    // No older one goes before this one is known to be whole.
+    let path = commit(folder, usize::MAX, &unfinished, origin, shards).map_err(words)?;
     match verify(&path) {
-        Ok(_) => Ok(Rescued { step, path }),
-        Err(problems) => Err(problems.first().map_or(String::new(), ToString::to_string)),
+        Ok(_) => {
+            prune(folder, kept);
+            Ok(Rescued { step, path })
+        }
+        Err(problems) => {
+            remove(folder, &path);
+            Err(problems.first().map_or(String::new(), ToString::to_string))
+        }
     }
 }
 
@@ -183,13 +190,22 @@ fn commit(
             finished => break finished.map(|()| path).map_err(error)?,
         }
     };
-    for (_, old) in numbered(folder).into_iter().rev().skip(kept.max(1)) {
-        // One that cannot be removed is in nobody's way. It goes under another name, so that
-        // there never is a part of it under its own.
-        let _ = Unfinished::folder(folder)
-            .and_then(|grave| std::fs::rename(&old, grave.path().join("old")));
-    }
+    prune(folder, kept);
     Ok(path)
+}
+
+/// Has all but the newest `kept` go, at least one.
+fn prune(folder: &Path, kept: usize) {
+    let all = numbered(folder).into_iter().rev();
+    all.skip(kept.max(1))
+        .for_each(|(_, old)| remove(folder, &old));
+}
+
+/// Has a checkpoint go. One that cannot be removed is in nobody's way. It goes under another name, so
+/// that there never is a part of it under its own.
+fn remove(folder: &Path, old: &Path) {
+    let _ =
+        Unfinished::folder(folder).and_then(|grave| std::fs::rename(old, grave.path().join("old")));
 }
 
 /// The newest checkpoint at `path` that is whole: a folder of checkpoints, one of them, or the

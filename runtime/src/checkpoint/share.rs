@@ -4,7 +4,6 @@
 //! far does it, the first of several; of the stages that hold a state (tied embeddings), the
 //! first. So the ranks of a mesh share the work, as predictions have it, and one program always
 //! gives the same files.
-
 //!
 //! When ranks are lost, those that are left may still have every part: replicas do, and stages that
 //! share a state.

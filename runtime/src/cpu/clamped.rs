@@ -7,7 +7,7 @@
 //! dup   = dy g s                              within the limits, 0 outside
 //! ```
 //!
-//! Evaluated in `f64` and rounded once. A NaN operand gives NaN.
+//! Evaluated in `f64` and rounded once. A NaN operand gives NaN in the result.
 
 use super::special::logistic;
 

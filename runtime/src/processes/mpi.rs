@@ -96,7 +96,8 @@ impl Mpi {
         self.place
     }
 
-    /// Brings all processes together, each of which waits no longer than so.
+    /// Brings all processes together, each of which waits no longer than so from its own start: one
+    /// that starts [`ANSWER`] or more before process 0 may give up while that one still waits.
     ///
     /// Fails when one of them is of another run, or does not come: then those that came are told.
     pub fn join(
@@ -188,7 +189,7 @@ fn welcome(
         }
     }
     if !missing.is_empty() {
-        error = Some(JoinError::Missing {
+        error.get_or_insert(JoinError::Missing {
             missing: missing.clone(),
             of,
             seconds: patience.as_secs(),

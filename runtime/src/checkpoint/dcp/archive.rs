@@ -41,7 +41,10 @@ pub(super) fn read(archive: impl Read + Seek) -> Result<Stored, String> {
         let (at, mut bytes, size) = (file.data_start(), Vec::new(), file.size());
         // The elements are read where they are wanted.
         if size <= LONGEST_PICKLE {
-            file.read_to_end(&mut bytes).map_err(|e| e.to_string())?;
+            (&mut file)
+                .take(LONGEST_PICKLE)
+                .read_to_end(&mut bytes)
+                .map_err(|e| e.to_string())?;
         }
         Ok((bytes, at, size))
     };

@@ -222,7 +222,13 @@ fn check_cover(all: &[u64], chunks: &[Chunk]) -> Result<(), String> {
     for (i, a) in sorted.iter().enumerate() {
         let later = sorted[i + 1..].iter();
         let near = later.take_while(|b| all.is_empty() || b.start[0] < span(a, 0).1);
-        for b in near.take(MOST_NEIGHBOURS) {
+        for (n, b) in near.enumerate() {
+            if n >= MOST_NEIGHBOURS {
+                return Err(format!(
+                    "more than {MOST_NEIGHBOURS} chunks lie beside the one at {:?}",
+                    a.start
+                ));
+            }
             let meet = |d| span(a, d).0 < span(b, d).1 && span(b, d).0 < span(a, d).1;
             if (0..all.len()).all(meet) {
                 return Err(format!(
@@ -235,8 +241,8 @@ fn check_cover(all: &[u64], chunks: &[Chunk]) -> Result<(), String> {
     Ok(())
 }
 
-/// Chunks with which one is compared: a bound on the work for a hostile file. Real ones have as many
-/// as there are ranks.
+/// Chunks with which one is compared, of which more are refused: a bound on the work for a hostile
+/// file. Real ones have as many as there are ranks.
 const MOST_NEIGHBOURS: usize = 1 << 14;
 
 fn write_tensor(w: &mut Writer, tensor: &Tensor) {

@@ -12,6 +12,10 @@ use std::collections::BTreeMap;
 
 /// Most nodes of a pickle: 10 for each of three million chunks.
 const MOST_NODES: usize = 1 << 25;
+/// The most marks at a time; PyTorch's have a dozen.
+const MOST_MARKS: usize = 1 << 16;
+/// The fields of an object that are looked at; PyTorch's have a dozen.
+const MOST_FIELDS: usize = 64;
 
 /// The place of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -179,7 +183,7 @@ impl Pickle {
     /// A field of an object of a class.
     pub fn field(&self, at: At, of: Class, name: &str) -> Option<At> {
         let (_, state) = self.made(at, of)?;
-        let mut fields = self.dict(state?)?.iter();
+        let mut fields = self.dict(state?)?.iter().take(MOST_FIELDS);
         let found = fields.find(|(key, _)| self.text(*key) == Some(name));
         found.map(|(_, value)| *value)
     }
@@ -266,7 +270,12 @@ impl Machine<'_> {
                     let items = self.marked()?;
                     self.set(&items)?;
                 }
-                b'(' => self.marks.push(self.stack.len()),
+                b'(' => {
+                    if self.marks.len() >= MOST_MARKS {
+                        return Err(format!("more than {MOST_MARKS} values one within another"));
+                    }
+                    self.marks.push(self.stack.len())
+                }
                 0x94 => {
                     let top = self.top()?;
                     self.memo.insert(self.memo.len() as u32, top);

@@ -30,12 +30,17 @@ impl Session {
         let there: Vec<Member> = self.ranks.iter().filter(there).copied().collect();
         let replies = self.ask_left(&there, LAST_WORDS, |_| Request::Stands);
         let mut at: BTreeMap<u64, BTreeSet<Rank>> = BTreeMap::new();
+        let mut has_answered = false;
         for (m, reply) in there.iter().zip(replies) {
+            has_answered |= matches!(reply, Some(Reply::Stands(_)));
             if let Some(Reply::Stands(Some(step))) = reply {
                 at.entry(step).or_default().insert(m.rank);
             }
         }
-        let mut reason = "those that are left were in the middle of an update".to_string();
+        let mut reason = match has_answered {
+            true => "those that are left were between two steps' states".to_string(),
+            false => "none of those that are left said in time at which step it is".to_string(),
+        };
         for (step, ranks) in at.into_iter().rev() {
             match shares_of(&self.program, |r| ranks.contains(&r)) {
                 Ok(shares) => return Ok(Left { step, shares }),
