@@ -67,7 +67,7 @@ type Taken = BTreeMap<InSpace, (InSpace, BufferId)>;
 /// The owners of what lies between `from` and `to`.
 fn overlapping(taken: &Taken, from: InSpace, to: InSpace) -> impl Iterator<Item = BufferId> {
     let before = taken.range(..from).next_back();
-    let before = before.filter(|(_, (end, _))| *end > from);
+    let before = before.filter(|(_, (end, _))| from < to && *end > from);
     let inside = taken.range(from..to.max(from));
     before.into_iter().chain(inside).map(|(_, (_, b))| *b)
 }
