@@ -52,7 +52,7 @@ pub(crate) struct Setting<'a> {
     ///
     /// [`made_of_parameters`]: crate::pins::whole::made_of_parameters
     pub of_parameters: &'a [bool],
-    /// What is looked up in the training graph.
+    /// Lookups in the training graph.
     pub index: &'a Index,
 }
 

@@ -73,7 +73,7 @@ fn the_fastest_is_no_slower_than_what_a_tolerance_takes() {
     }
 }
 
-/// Of one microbatch all that is reduced at the step's end hides behind its backward pass. The
+/// All that is reduced at the step's end hides behind the backward pass of a single microbatch. The
 /// objective charges it in full, so by it parameters are always split, and other shapes are best.
 #[test]
 fn whole_parameters_are_found_without_a_pin() {

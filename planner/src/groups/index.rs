@@ -1,4 +1,4 @@
-//! What groups look up in a training graph, which has thousands of ops and states: found once.
+//! Lookups of groups in a training graph, which has thousands of ops and states: made once.
 
 use super::members::prepares;
 use ir::training::{State, StateRole, TrainingGraph};

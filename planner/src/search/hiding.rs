@@ -73,8 +73,8 @@ impl Search<'_> {
         found
     }
 
-    /// Of few microbatches those whose parameters are whole everywhere, if those of `found` may be
-    /// split: the objective charges all of what is reduced at the step's end, assumed to hide or
+    /// Pipelines of few microbatches whose parameters are whole everywhere, if those of `found` may
+    /// be split: the objective charges all of what is reduced at the step's end, assumed to hide or
     /// not, so by it splitting is always better.
     fn whole_beside(
         &self,
