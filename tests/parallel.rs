@@ -846,6 +846,13 @@ fn sinks_are_those_of_the_single_device() {
         let op = graph.op(graph.find(path).expect("the op is there"));
         assert_eq!(graph.ty(op.outputs[0]).dtype, ir::DType::Bf16, "{path}");
     }
+    // There they are cast, so that their gradients are rounded, and whole before: no level leaves them
+    // without a plan.
+    for level in 0..=3 {
+        let pins = format!("data=2 zero={level}");
+        let made = planned(&case.forward, &half, &cluster(2), &[&pins]);
+        made.unwrap_or_else(|e| panic!("{pins}: {e}"));
+    }
 }
 
 /// Tokens go to their experts and back by all-to-alls, and a rank keeps its experts alone.

@@ -373,12 +373,20 @@ impl Pins {
     }
 }
 
-/// ZeRO placements that a level allows on an axis that does not shard the parameter; `is_cut` says
-/// whether uses of the parameter cut it along the sequence, as those of a table of positions do.
+/// How the uses of a parameter bring its gradient.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct GradientUses {
+    /// They cut the parameter along the sequence, as those of a table of positions do.
+    pub(crate) is_cut: bool,
+    /// They cast it, so that its gradient is rounded once it is summed.
+    pub(crate) is_rounded: bool,
+}
+
+/// ZeRO placements that a level allows on an axis that does not shard the parameter.
 pub(crate) fn zero_variants(
     level: Option<u8>,
     role: AxisRole,
-    is_cut: bool,
+    uses: GradientUses,
     train: &TrainSpec,
 ) -> Vec<ZeroVariant> {
     use ZeroVariant::*;
@@ -395,8 +403,9 @@ pub(crate) fn zero_variants(
     }
     let mixed = train.precision != Precision::F32;
     // A table of positions is cut along the sequence by its use, so its gradient is never a sum
-    // over a context axis: ZeRO-1 cannot leave it partial there.
-    let is_cut = is_cut && role == AxisRole::Context;
+    // over a context axis, and that of one that is cast is whole before it is rounded: ZeRO-1 cannot
+    // leave them partial.
+    let is_whole = uses.is_cut && role == AxisRole::Context || uses.is_rounded;
     match level {
         None => vec![
             Whole,
@@ -409,8 +418,8 @@ pub(crate) fn zero_variants(
             Master,
         ],
         Some(0) => vec![Whole, WholeDeferred],
-        Some(1) if mixed && is_cut => vec![MasterDeferred, Master],
-        Some(1) if is_cut => vec![OptimizerDeferred, Gradient],
+        Some(1) if mixed && is_whole => vec![MasterDeferred, Master],
+        Some(1) if is_whole => vec![OptimizerDeferred, Gradient],
         Some(1) if mixed => vec![MasterDeferred],
         Some(1) => vec![OptimizerDeferred],
         Some(2) if mixed => vec![Master],
@@ -433,11 +442,10 @@ impl ZeroLevels {
     pub(crate) fn of(
         variant: ZeroVariant,
         role: AxisRole,
-        is_cut: bool,
+        uses: GradientUses,
         train: &TrainSpec,
     ) -> ZeroLevels {
-        let leaves =
-            |level: &u8| zero_variants(Some(*level), role, is_cut, train).contains(&variant);
+        let leaves = |level: &u8| zero_variants(Some(*level), role, uses, train).contains(&variant);
         ZeroLevels((0..=3).filter(leaves).fold(0, |bits, z| bits | 1 << z))
     }
 

@@ -3,7 +3,7 @@
 
 use super::members::prepares;
 use super::{Choice, Group, Maker, Part, Setting, orders, product};
-use crate::pins::{AxisRole, ZeroLevels, ZeroVariant, zero_variants};
+use crate::pins::{AxisRole, GradientUses, ZeroLevels, ZeroVariant, zero_variants};
 use ir::op::{AxisUse, FactorRole, OpStrategy, ShardingRule};
 use ir::training::StateRole;
 use ir::{FactorId, Graph, LogicalMesh, Op, OpId, OpKind, Pass, Region, ValueId};
@@ -35,8 +35,13 @@ pub(super) fn parameter_group(s: &Setting<'_>, ops: &[OpId]) -> Group {
     let expert_dim = dim_used_as(graph, &forward, FactorRole::Expert);
     // Parts are taken of it, or it is moved, as a table of positions is cut to the sequence and
     // stored in its order.
-    let is_cut = dim_used_as(graph, &forward, FactorRole::Sequence).is_some()
-        || forward.iter().any(|(op, _)| op.kind.only_moves());
+    let gradient = GradientUses {
+        is_cut: dim_used_as(graph, &forward, FactorRole::Sequence).is_some()
+            || forward.iter().any(|(op, _)| op.kind.only_moves()),
+        is_rounded: forward
+            .iter()
+            .any(|(op, _)| matches!(op.kind, OpKind::Cast { .. })),
+    };
     let per_axis: Vec<Vec<ParamUse>> = s
         .mesh
         .axis_ids()
@@ -59,7 +64,7 @@ pub(super) fn parameter_group(s: &Setting<'_>, ops: &[OpId]) -> Group {
                 );
             }
             uses.extend(
-                zero_variants(s.pins.zero, role, is_cut, s.train)
+                zero_variants(s.pins.zero, role, gradient, s.train)
                     .into_iter()
                     .map(ParamUse::Idle),
             );
@@ -89,7 +94,7 @@ pub(super) fn parameter_group(s: &Setting<'_>, ops: &[OpId]) -> Group {
         let Some(mut choice) = maker.choice(strategies.collect()) else {
             continue;
         };
-        choice.levels = levels(s, is_cut, &uses);
+        choice.levels = levels(s, gradient, &uses);
         let key = choice.ops.iter().map(Arc::as_ptr).collect();
         match known.entry(key) {
             Entry::Occupied(same) => {
@@ -111,7 +116,7 @@ pub(super) fn parameter_group(s: &Setting<'_>, ops: &[OpId]) -> Group {
 }
 
 /// ZeRO levels that leave all of a parameter's uses, by axis; an axis of one rank is idle at any.
-fn levels(s: &Setting<'_>, is_cut: bool, uses: &[ParamUse]) -> ZeroLevels {
+fn levels(s: &Setting<'_>, gradient: GradientUses, uses: &[ParamUse]) -> ZeroLevels {
     let axes = s.mesh.axis_ids().zip(uses);
     let idle = axes.filter_map(|(a, u)| match u {
         ParamUse::Idle(variant) if s.mesh.size(a) > 1 => Some((a, *variant)),
@@ -119,7 +124,7 @@ fn levels(s: &Setting<'_>, is_cut: bool, uses: &[ParamUse]) -> ZeroLevels {
     });
     idle.fold(ZeroLevels::ALL, |levels, (a, variant)| {
         let role = s.roles[a.index()];
-        levels.and(ZeroLevels::of(variant, role, is_cut, s.train))
+        levels.and(ZeroLevels::of(variant, role, gradient, s.train))
     })
 }
 
