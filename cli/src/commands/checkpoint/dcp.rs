@@ -5,6 +5,7 @@ use crate::args::ConvertArgs;
 use crate::failure::{Exit, Failure};
 use crate::{outputs, plan_file, report};
 use ir::counted;
+use runtime::RuntimeError;
 use runtime::checkpoint::Origin;
 use runtime::checkpoint::dcp::{self, STEP, Source};
 use runtime::files;
@@ -56,6 +57,11 @@ pub fn export(args: &ConvertArgs) -> Result<(), Failure> {
     ))
 }
 
+/// The failure of a checkpoint of PyTorch that cannot be taken.
+fn unread(e: RuntimeError) -> Failure {
+    Failure::from(e).help("it has to be as torch.distributed.checkpoint.save writes it: all states in f32, under the names and with the lengths that `meshwright checkpoint inspect --verbose` lists")
+}
+
 /// Makes a checkpoint of one that PyTorch wrote.
 pub fn import(args: &ConvertArgs) -> Result<(), Failure> {
     let shown = args.path.display();
@@ -71,13 +77,18 @@ pub fn import(args: &ConvertArgs) -> Result<(), Failure> {
         let help = "give a plan of training, which has all states";
         return Err(Failure::new(Exit::Usage, what).help(help));
     }
-    let source = Source::open(&args.path)?;
-    let step = match args.step {
-        Some(step) => step,
-        None => source.step()?.ok_or_else(|| {
+    let source = Source::open(&args.path).map_err(unread)?;
+    let step = match (args.step, source.step().map_err(unread)?) {
+        (Some(given), Some(own)) if given != own => {
+            let what = format!("--step {given}: by `{STEP}` of {shown} it is {own}");
+            let help = format!("leave --step out, or take `{STEP}` out of the checkpoint");
+            return Err(Failure::new(Exit::Usage, what).help(help));
+        }
+        (Some(step), _) | (None, Some(step)) => step,
+        (None, None) => {
             let what = format!("{shown}: no tensor `{STEP}` says how many steps are done");
-            Failure::new(Exit::Usage, what).help("say it with --step N")
-        })?,
+            return Err(Failure::new(Exit::Usage, what).help("say it with --step N"));
+        }
     };
     let roles = loaded.program.roles.iter();
     let states = roles.flat_map(|r| r.states.iter().map(move |s| (s, r.buffer(s.buffer))));
@@ -96,7 +107,15 @@ pub fn import(args: &ConvertArgs) -> Result<(), Failure> {
         // Nobody knows what PyTorch trained on.
         data: None,
     };
-    let imported = source.import(&wanted, origin, &args.output)?;
+    let is_new = !args.output.exists();
+    let imported = source.import(&wanted, origin, &args.output);
+    let imported = imported.map_err(|e| {
+        // A command that fails leaves nothing; what is in the folder keeps it.
+        if is_new {
+            let _ = std::fs::remove_dir(&args.output);
+        }
+        unread(e)
+    })?;
     if args.json {
         return report::print_json(&json!({
             "from": args.path,
