@@ -121,20 +121,28 @@ fn too_large(space: &Space<'_>, trial: &Trial<'_>, shapes: &[Point]) -> PlanErro
     }
 }
 
-/// A shape with the first values of its knobs, split further until it fits.
+/// A shape with the first values of its knobs, split further until it fits with nothing recomputed
+/// that need not be: what is split further may have to recompute less, and be faster.
 fn survey(space: &Space<'_>, trial: &Trial<'_>, shape: &Point) -> Ladder {
     let mut all = Ladder::new();
+    let least = space.recomputations().first().copied();
+    let mut best_s = f64::INFINITY;
     let levels = space.zeros(shape).into_iter().filter(|z| *z >= shape.zero);
     for zero in levels {
-        let tried = ladder(space, trial, &Point { zero, ..*shape }, f64::INFINITY);
-        let fits = tried
-            .iter()
-            .any(|(_, o)| matches!(o, Some(Outcome::Fits(_))));
-        let failed = tried
-            .iter()
-            .any(|(_, o)| matches!(o, Some(Outcome::Failed(_))));
+        let tried = ladder(space, trial, &Point { zero, ..*shape }, best_s);
+        let (mut is_plain, mut failed) = (false, false);
+        for (point, outcome) in &tried {
+            match outcome {
+                Some(Outcome::Fits(planned)) => {
+                    best_s = best_s.min(planned.simulation.step_time.0);
+                    is_plain |= Some(point.recompute) == least;
+                }
+                Some(Outcome::Failed(_)) => failed = true,
+                _ => {}
+            }
+        }
         all.extend(tried);
-        if fits || failed || trial.options.watcher.ends() {
+        if is_plain || failed || trial.options.watcher.ends() {
             break;
         }
     }
