@@ -111,7 +111,7 @@ struct SpecNumbers<'p, 'a, 's> {
     prices: &'p mut Prices<'a>,
     /// By address.
     known: FxHashMap<*const ShardingSpec, usize>,
-    /// What was numbered outlives this, so that no other spec can have its address.
+    /// Specs that have a number outlive this, so that no other one can have their address.
     of: PhantomData<&'s ShardingSpec>,
 }
 

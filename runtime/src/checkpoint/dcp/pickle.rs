@@ -552,7 +552,7 @@ mod tests {
             (b"X\xff\xff\xff\xffab", "ends too early"),
             (b"\x8a\x09aaaaaaaaa.", "a number of 9 bytes"),
             (b"NN\x81.", "no class"),
-            (b"}(NN\x85u.", "has no value"),
+            (b"}(NNNu.", "has no value"),
         ];
         for (bytes, words) in bad {
             let said = Pickle::read(bytes).unwrap_err();
