@@ -33,9 +33,9 @@ pub(super) fn parameter_group(s: &Setting<'_>, ops: &[OpId]) -> Group {
     let rules: Vec<ShardingRule> = ops.iter().map(|&id| graph.rule(graph.op(id))).collect();
     let forward = forward_uses(s, ops);
     let expert_dim = dim_used_as(graph, &forward, FactorRole::Expert);
-    // Parts are taken of it, or it is moved, as a table of positions is cut to the sequence and
-    // stored in its order.
     let gradient = GradientUses {
+        // Parts are taken of it, or it is moved, as a table of positions is cut to the sequence and
+        // stored in its order.
         is_cut: dim_used_as(graph, &forward, FactorRole::Sequence).is_some()
             || forward.iter().any(|(op, _)| op.kind.only_moves()),
         is_rounded: forward
