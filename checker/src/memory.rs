@@ -42,7 +42,13 @@ pub(crate) fn overlapping(
 pub(crate) fn check(plan: &Plan, program: &Program, report: &mut Report) {
     for (i, role) in program.roles.iter().enumerate() {
         for space in Space::ALL {
-            let usable = plan.cluster.usable_bytes_of(role.mesh.devices, space);
+            let usable = match (space, plan.headroom) {
+                (Space::Device, Some(_)) => {
+                    let seen = plan.cluster.seen_by(role.mesh.devices);
+                    seen.planned_bytes(plan.headroom)
+                }
+                _ => plan.cluster.usable_bytes_of(role.mesh.devices, space),
+            };
             let bytes = role.arena(space);
             if bytes > usable {
                 let memory = match space {

@@ -140,6 +140,7 @@ fn plan(m: u32) -> (Plan, TrainingGraph) {
         transfers: BTreeMap::new(),
         edges: BTreeMap::new(),
         pins: vec![],
+        headroom: None,
         made_for: None,
         predicted: Prediction::default(),
         proof: Proof::default(),

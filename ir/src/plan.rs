@@ -23,8 +23,8 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Version of the plan format that this crate reads and writes.
 pub const PLAN_VERSION: u32 = 1;
 /// Version of the passes replayed on a plan's graph (boundaries, autodiff, shared layouts,
-/// recomputation).
-pub const PASSES_VERSION: u32 = 4;
+/// recomputation) and of what its program is made of them.
+pub const PASSES_VERSION: u32 = 5;
 
 /// A parallel plan of a step of training or inference.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
@@ -59,6 +59,10 @@ pub struct Plan {
     pub edges: BTreeMap<String, Vec<LayoutStep>>,
     /// Decisions that the user fixed.
     pub pins: Vec<String>,
+    /// Share of each device's memory that the plan leaves free, from 0 to below 1; none where it is
+    /// that of the devices' file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub headroom: Option<f64>,
     /// Other software that the plan is made for; none where it is Meshwright's own runtime.
     #[serde(default, rename = "for", skip_serializing_if = "Option::is_none")]
     pub made_for: Option<MadeFor>,

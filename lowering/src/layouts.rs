@@ -136,7 +136,8 @@ impl Layouts {
             coalesce::coalesce(&mut role, sizes);
             pack::pack(&mut role);
             offload::offload(&resolved, &mut role);
-            place::place(role)
+            let seen = plan.cluster.seen_by(role.mesh.devices);
+            place::place(role, seen.planned_bytes(plan.headroom))
         });
         let roles: Vec<Result<RoleProgram, LowerError>> = roles.collect();
         Ok(Program {

@@ -165,7 +165,7 @@ fn put_together(role: &mut RoleProgram) -> Result<(), LowerError> {
         }
     }
     if wholes.is_empty() {
-        return place_again(role);
+        return place_again(role, 0);
     }
     let n_buffers = role.buffers.len();
     let kept = (0..n_buffers)
@@ -190,7 +190,7 @@ fn put_together(role: &mut RoleProgram) -> Result<(), LowerError> {
         .for_each(|s| s.buffer = renumbered(s.buffer));
     (role.loss, role.grad_norm) = (role.loss.map(renumbered), role.grad_norm.map(renumbered));
     role.buffers.retain(|b| b.pieces.is_none());
-    place_again(role)
+    place_again(role, 0)
 }
 
 #[cfg(test)]

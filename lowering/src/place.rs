@@ -10,14 +10,29 @@
 //! Transient buffers of all templates share one region; within a template they share bytes when
 //! their lifetimes (first to last instruction that touches them) are disjoint. First fit, largest
 //! first.
+//!
+//! What a collective reads it may still be reading when kernels go on. A kernel whose result took
+//! those bytes would wait for it, and hide nothing:
+//!
+//! ```text
+//! kernels      make g ──┐ make h   make k   add up ──
+//! collectives           └ reduce-scatter g ──┘
+//! bytes of g   [──────────────────────────]             h and k lie elsewhere
+//! bytes of g   [────────] h                              h waits for the reduce-scatter
+//! ```
+//! So it keeps its bytes until kernels wait for the collective anyway. In the same way a gather of
+//! parameters has the bytes of its results as soon as the results of the one before are used, though
+//! its own stand in the list where they are. Both in every template that then fits the memory,
+//! the first alone where both do not, and neither where that does not fit either.
 
 use crate::draft::{Lifetime, RoleDraft, buffers_mut};
 use crate::error::LowerError;
 use crate::turns::share_copies;
-use crate::waits::set_waits;
+use crate::waits::{Meetings, meetings, set_waits};
+use ir::collective::CollectiveKind;
 use ir::program::{
-    ARENA_ALIGN, Buffer, BufferClass, CollectiveItem, InstrKind, RoleProgram, Slot, Space,
-    TemplateKind,
+    ARENA_ALIGN, Buffer, BufferClass, CollectiveItem, InstrKind, Instruction, RoleProgram, Slot,
+    Space, Stream, TemplateKind,
 };
 use ir::reshard::LayoutStep;
 use ir::{BufferId, StageId, TemplateId};
@@ -27,18 +42,20 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Bytes beyond which an arena is an error; leaves room for sums.
 const MAX_BYTES: u64 = 1 << 62;
 
-pub(crate) fn place(role: RoleDraft) -> Result<RoleProgram, LowerError> {
+/// Buffers may take `budget` bytes of a device for collectives to have nothing wait for them that
+/// does not need their results.
+pub(crate) fn place(role: RoleDraft, budget: u64) -> Result<RoleProgram, LowerError> {
     let mut program = classify(role)?;
     share_copies(&mut program);
-    place_again(&mut program)?;
+    place_again(&mut program, budget)?;
     Ok(program)
 }
 
 /// Gives the buffers of a role their places, and its instructions their waits. Which copies are
 /// shared stays as it is.
-pub(crate) fn place_again(program: &mut RoleProgram) -> Result<(), LowerError> {
+pub(crate) fn place_again(program: &mut RoleProgram, budget: u64) -> Result<(), LowerError> {
     let base = place_fixed(program)?;
-    program.arena_bytes = place_transient(program, base)?;
+    program.arena_bytes = place_transient(program, base, budget)?;
     set_waits(program);
     Ok(())
 }
@@ -254,21 +271,122 @@ struct Interval {
     offset: u64,
 }
 
-/// Places the transient buffers of each template from `base` on; returns the end of all.
-fn place_transient(program: &mut RoleProgram, base: u64) -> Result<u64, LowerError> {
+/// Places the transient buffers of each template from `base` on; returns the end of all. Up to
+/// `budget` buffers have bytes for longer, so that streams wait for each other's results alone.
+fn place_transient(program: &mut RoleProgram, base: u64, budget: u64) -> Result<u64, LowerError> {
     debug_assert_eq!(base % ARENA_ALIGN, 0);
     let mut arena = base;
     for t in 0..program.templates.len() {
         if program.templates[t].kind == TemplateKind::Exchange {
             continue;
         }
-        for interval in first_fit(intervals(program, t), base) {
+        let mut placed = None;
+        if base < budget && is_of_streams(program, t) {
+            let meetings = meetings(program, t);
+            let close = intervals(program, t);
+            let kept = kept_until_awaited(program, t, &meetings, close);
+            let early = early_results(program, t, &meetings, kept.clone());
+            let fits = |intervals| Some(first_fit(intervals, base)).filter(|p| end_of(p) <= budget);
+            placed = fits(early).or_else(|| fits(kept));
+        }
+        for interval in placed.unwrap_or_else(|| first_fit(intervals(program, t), base)) {
             let b = &mut program.buffers[interval.buffer.index()];
             b.offset = interval.offset;
             arena = arena.max(end(interval.offset, interval.bytes, b, program.stage)?);
         }
     }
     Ok(arena)
+}
+
+/// The end of what is placed.
+fn end_of(placed: &[Interval]) -> u64 {
+    let end = |i: &Interval| i.offset.saturating_add(i.bytes);
+    placed.iter().map(end).max().unwrap_or(0)
+}
+
+/// Whether a template has instructions of other streams than the kernels'.
+fn is_of_streams(program: &RoleProgram, template: usize) -> bool {
+    let mut instructions = program.templates[template].instructions.iter();
+    instructions.any(|i| is_beside(program, i))
+}
+
+/// Whether an instruction is of another stream than the kernels'.
+fn is_beside(program: &RoleProgram, i: &Instruction) -> bool {
+    !matches!(program.streams[i.stream.index()], Stream::Kernels)
+}
+
+/// By buffer, its place among the lifetimes of a template.
+fn places_of(program: &RoleProgram, intervals: &[Interval]) -> Vec<Option<usize>> {
+    let mut at = vec![None; program.buffers.len()];
+    for (place, interval) in intervals.iter().enumerate() {
+        at[interval.buffer.index()] = Some(place);
+    }
+    at
+}
+
+/// Lifetimes where what other streams than the kernels' read lasts until kernels wait for that.
+fn kept_until_awaited(
+    program: &RoleProgram,
+    template: usize,
+    meetings: &Meetings,
+    mut intervals: Vec<Interval>,
+) -> Vec<Interval> {
+    let at = places_of(program, &intervals);
+    let instructions = program.templates[template].instructions.iter();
+    for (instruction, awaited) in instructions.zip(&meetings.awaited) {
+        if is_beside(program, instruction) {
+            for place in instruction.reads().iter().filter_map(|b| at[b.index()]) {
+                let last = &mut intervals[place].last;
+                // Whoever waits may take the bytes.
+                *last = awaited.saturating_sub(1).max(*last);
+            }
+        }
+    }
+    intervals
+}
+
+/// Lifetimes where the results of a gather of what outlives the template begin when those of the
+/// gathers before it on its stream are used, as many of these as have its bytes together: it then
+/// travels behind the kernels that use them.
+fn early_results(
+    program: &RoleProgram,
+    template: usize,
+    meetings: &Meetings,
+    mut intervals: Vec<Interval>,
+) -> Vec<Interval> {
+    let at = places_of(program, &intervals);
+    // By stream, its gathers: when the results are used, and their bytes with those of all before.
+    let mut gathers: Vec<Vec<(usize, u64)>> = vec![Vec::new(); program.streams.len()];
+    let instructions = program.templates[template].instructions.iter();
+    for (i, instruction) in instructions.enumerate() {
+        let InstrKind::Collective { kind, .. } = &instruction.kind else {
+            continue;
+        };
+        let is_made_here = |b: &BufferId| at[b.index()].is_some();
+        if *kind != CollectiveKind::AllGather || instruction.reads().iter().any(is_made_here) {
+            continue;
+        }
+        let results = instruction.writes();
+        let bytes = results
+            .iter()
+            .map(|b| program.buffer(*b).bytes)
+            .sum::<u64>();
+        let before = &mut gathers[instruction.stream.index()];
+        let sent = before.last().map_or(0, |g| g.1);
+        let enough = before.partition_point(|g| g.1 <= sent.saturating_sub(bytes));
+        let from = before.get(enough).map(|g| g.0);
+        before.push((meetings.awaited[i], sent.saturating_add(bytes)));
+        let Some(from) = from else { continue };
+        let from = from.max(meetings.ready[i]);
+        for place in results.iter().filter_map(|b| at[b.index()]) {
+            let first = &mut intervals[place].first;
+            // Only where the gather is the first that touches them.
+            if *first == i {
+                *first = from.min(i);
+            }
+        }
+    }
+    intervals
 }
 
 fn intervals(program: &RoleProgram, template: usize) -> Vec<Interval> {

@@ -19,13 +19,13 @@
 //! the send. With `n` copies, the copy of microbatch `m` was that of `m - n` before.
 
 use ir::program::{
-    Buffer, BufferClass, BufferIds, Event, InstrKind, Instruction, RoleProgram, Space, Template,
-    TemplateKind, Which,
+    Buffer, BufferClass, BufferIds, Event, InstrKind, Instruction, RoleProgram, Space, Stream,
+    Template, TemplateKind, Which,
 };
 use ir::{BufferId, InstrId, StreamId, TemplateId};
 use rustc_hash::FxHashMap;
 use smallvec::{SmallVec, smallvec};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 /// By stream, one past the position of an instruction; 0 for none.
 type Clock = SmallVec<[u32; 6]>;
@@ -45,6 +45,51 @@ pub fn set_waits(role: &mut RoleProgram) {
         accesses.clear();
     }
     set_events(role);
+}
+
+/// When the instructions of a template meet its kernels, whatever bytes buffers lie at.
+pub(crate) struct Meetings {
+    /// By instruction, how many of the template's come before its operands are made by kernels: it
+    /// could start behind these.
+    pub ready: Vec<usize>,
+    /// By instruction of another stream, the first kernel behind it that waits for it, as that
+    /// reads what this one makes or what is made behind it; the number of instructions where there
+    /// is none.
+    pub awaited: Vec<usize>,
+}
+
+/// The meetings of a template. Its `deps` are to be set again afterwards.
+pub(crate) fn meetings(role: &mut RoleProgram, template: usize) -> Meetings {
+    let is_kernels = |s: &Stream| matches!(s, Stream::Kernels);
+    let kernels: Vec<bool> = role.streams.iter().map(is_kernels).collect();
+    let mut accesses = Accesses::new(&role.buffers, kernels.len());
+    accesses.bytes_matter = false;
+    let instructions = &mut role.templates[template].instructions;
+    let clocks = set_deps(instructions, &mut accesses);
+    let mut awaited = vec![instructions.len(); instructions.len()];
+    // By stream, its instructions that no kernel has waited for so far, the earliest first.
+    let mut open: Vec<VecDeque<usize>> = vec![VecDeque::new(); kernels.len()];
+    for (i, instruction) in instructions.iter().enumerate() {
+        let own = instruction.stream.index();
+        if !kernels[own] {
+            open[own].push_back(i);
+            continue;
+        }
+        for (open, &known) in open.iter_mut().zip(&clocks[i]) {
+            while let Some(first) = open.front().copied().filter(|&i| i < known as usize) {
+                open.pop_front();
+                awaited[first] = i;
+            }
+        }
+    }
+    let of_kernels = |clock: &Clock| {
+        let known = clock.iter().zip(&kernels).filter(|(_, is)| **is);
+        known.map(|(known, _)| *known as usize).max().unwrap_or(0)
+    };
+    Meetings {
+        ready: clocks.iter().map(of_kernels).collect(),
+        awaited,
+    }
 }
 
 /// Fills in the `events` of a role that has its `deps`; those that it has are forgotten.
@@ -105,6 +150,8 @@ struct Access {
 struct Accesses<'b> {
     buffers: &'b [Buffer],
     n_streams: usize,
+    /// Whether what takes the bytes of another buffer waits for it.
+    bytes_matter: bool,
     /// By buffer; `None` for those that the template has not touched so far.
     by_buffer: Vec<Option<Access>>,
     /// By first byte, the end of a range of bytes and the transient buffer that took it last.
@@ -118,6 +165,7 @@ impl<'b> Accesses<'b> {
         Accesses {
             buffers,
             n_streams,
+            bytes_matter: true,
             by_buffer: vec![None; buffers.len()],
             taken: BTreeMap::new(),
             touched: Vec::new(),
@@ -142,7 +190,7 @@ impl<'b> Accesses<'b> {
         if access.is_none() {
             self.touched.push(b);
             let buffer = &self.buffers[b.index()];
-            if buffer.class == BufferClass::Transient {
+            if self.bytes_matter && buffer.class == BufferClass::Transient {
                 let (from, to) = bytes_of(buffer);
                 take(&mut self.taken, from, to, b);
             }
@@ -169,8 +217,8 @@ impl<'b> Accesses<'b> {
     }
 }
 
-/// Sets the `deps` of a template.
-fn set_deps(instructions: &mut [Instruction], accesses: &mut Accesses<'_>) {
+/// Sets the `deps` of a template; by instruction, what of it is complete when it ends.
+fn set_deps(instructions: &mut [Instruction], accesses: &mut Accesses<'_>) -> Vec<Clock> {
     let n_streams = accesses.n_streams;
     let mut clocks: Vec<Clock> = Vec::with_capacity(instructions.len());
     let mut stream_clock = vec![accesses.none(); n_streams];
@@ -219,6 +267,7 @@ fn set_deps(instructions: &mut [Instruction], accesses: &mut Accesses<'_>) {
             *accesses.of(*b) = Access { written, read };
         }
     }
+    clocks
 }
 
 /// By instruction of a template, what of its slot is complete when it ends.

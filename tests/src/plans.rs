@@ -362,6 +362,7 @@ fn bare(forward: &Graph, setup: &Setup) -> Plan {
         transfers: BTreeMap::new(),
         edges: BTreeMap::new(),
         pins: vec![],
+        headroom: None,
         made_for: None,
         predicted: Prediction::default(),
         proof: Proof::default(),

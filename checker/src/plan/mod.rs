@@ -54,6 +54,10 @@ fn figures(plan: &Plan, report: &mut Report) {
     for p in plan.train.problems() {
         report.add("train", "train", "figures in range", p);
     }
+    if let Some(share) = plan.headroom.filter(|h| !(0.0..1.0).contains(h)) {
+        let found = Figure(share).to_string();
+        report.add("headroom", "a share", "0 to below 1", found);
+    }
     let p = &plan.predicted;
     let mut numbers = vec![
         ("predicted.step_time_s".to_string(), p.step_time_s.0),

@@ -115,13 +115,14 @@ fn bare(forward: &Graph, setup: &Setup) -> Plan {
         transfers: BTreeMap::new(),
         edges: BTreeMap::new(),
         pins: vec![],
+        headroom: None,
         made_for: None,
         predicted: Prediction::default(),
         proof: Proof::default(),
     }
 }
 
-/// Lowering never reads the cluster.
+/// Of the cluster lowering reads the memory alone: a byte, so that buffers lie as close as they can.
 fn cluster(n: u32) -> Cluster {
     let device = Device {
         name: "none".into(),

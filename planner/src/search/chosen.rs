@@ -157,6 +157,7 @@ impl Search<'_> {
             transfers: Default::default(),
             edges: Default::default(),
             pins: self.asked.describe(),
+            headroom: self.headroom,
             made_for: None,
             predicted: Prediction::default(),
             proof: Proof::default(),

@@ -1,0 +1,115 @@
+//! Bytes that let streams go on beside each other, where the memory has them.
+
+use ir::collective::CollectiveKind;
+use ir::plan::Plan;
+use ir::program::{BufferClass, InstrKind, Instruction, Program, RoleProgram, Stream, Template};
+use ir::training::TrainingGraph;
+use ir::{BufferId, Bytes};
+use lowering::{BucketSizes, Layouts};
+use std::collections::BTreeSet;
+use tests::{assert_checked, cluster, gpt2, planned};
+
+/// The program on devices with so many bytes, in buckets that hold a tensor or two.
+fn lowered(plan: &Plan, training: &TrainingGraph, bytes: u64, headroom: Option<f64>) -> Program {
+    let mut plan = plan.clone();
+    let device = &mut plan.cluster.device;
+    (device.memory_bytes, device.memory_reserved_bytes) = (Bytes(bytes), Bytes(0));
+    device.memory_headroom = 0.0;
+    plan.headroom = headroom;
+    if let Some(pool) = &mut plan.cluster.pool {
+        pool.memory_bytes = Bytes(bytes * u64::from(pool.devices));
+    }
+    let sizes = BucketSizes {
+        microbatch: 1 << 20,
+        microbatch_per_rank: 1,
+        ..BucketSizes::default()
+    };
+    let layouts = Layouts::new(&plan, training).expect("the plan covers its graph");
+    let program = layouts.lower(&plan, training, &sizes);
+    program.expect("the plan is complete")
+}
+
+fn touched(i: &Instruction) -> BTreeSet<BufferId> {
+    i.reads().into_iter().chain(i.writes()).collect()
+}
+
+fn is_kernel(role: &RoleProgram, i: &Instruction) -> bool {
+    matches!(role.streams[i.stream.index()], Stream::Kernels)
+}
+
+/// Waits of kernels for instructions of other streams with which they share no buffer: they wait for
+/// the bytes of one.
+fn waits_for_bytes(program: &Program) -> usize {
+    let of_template = |role: &RoleProgram, t: &Template| {
+        let kernels = t.instructions.iter().filter(|i| is_kernel(role, i));
+        let waits = kernels.flat_map(|i| i.deps.iter().map(move |d| (i, d)));
+        let shared =
+            waits.map(|(i, d)| touched(i).is_disjoint(&touched(&t.instructions[d.index()])));
+        shared.filter(|is_of_bytes| *is_of_bytes).count()
+    };
+    let of_role = |role: &RoleProgram| -> usize {
+        let templates = role.templates.iter();
+        templates.map(|t| of_template(role, t)).sum()
+    };
+    program.roles.iter().map(of_role).sum()
+}
+
+/// Gathers of parameters that wait for the kernel just before them, though they need nothing of it.
+fn held_up(program: &Program) -> usize {
+    let of_template = |role: &RoleProgram, t: &Template| {
+        let is_held = |(at, i): &(usize, &Instruction)| {
+            let InstrKind::Collective { kind, .. } = &i.kind else {
+                return false;
+            };
+            let transient = |b: &BufferId| role.buffer(*b).class == BufferClass::Transient;
+            *kind == CollectiveKind::AllGather
+                && !i.reads().iter().any(transient)
+                && i.deps.iter().any(|d| d.index() + 1 == *at)
+        };
+        t.instructions.iter().enumerate().filter(is_held).count()
+    };
+    let of_role = |role: &RoleProgram| -> usize {
+        let templates = role.templates.iter();
+        templates.map(|t| of_template(role, t)).sum()
+    };
+    program.roles.iter().map(of_role).sum()
+}
+
+#[test]
+fn with_room_kernels_wait_for_results_alone() {
+    let forward = gpt2(4, 256, 16, 512);
+    let train = ir::TrainSpec {
+        global_batch: 8,
+        sequence: 16,
+        ..ir::TrainSpec::default()
+    };
+    for pins in [
+        &["data=4", "zero=3", "microbatch=4"][..],
+        &["data=4", "zero=2", "microbatch=8"],
+        &["data=2", "tensor=2", "zero=3", "microbatch=4"],
+    ] {
+        let made = planned(&forward, &train, &cluster(4), pins).expect("a plan");
+        let at = |bytes, headroom| lowered(&made.plan, &made.training, bytes, headroom);
+        let (close, roomy) = (at(1, None), at(1 << 30, None));
+        let (least, most) = (close.roles[0].arena_bytes, roomy.roles[0].arena_bytes);
+        let held = [&close, &roomy].map(held_up);
+        assert!(waits_for_bytes(&close) > 0, "{pins:?}");
+        assert_eq!(waits_for_bytes(&roomy), 0, "{pins:?}");
+        // The first gather of each pass has none before it.
+        assert!(held[1] <= 2, "{pins:?}: {held:?}");
+        let is_bound_by_gathers = pins.starts_with(&["data=4", "zero=3"]);
+        assert!(held[0] > 2 || !is_bound_by_gathers, "{pins:?}: {held:?}");
+        assert!(least <= most, "{pins:?}: {least} to {most}");
+        // Up to the last byte that is not to stay free.
+        assert_eq!(at(most, None), roomy, "{pins:?}");
+        assert_eq!(at(2 * most, Some(0.5)), roomy, "{pins:?}");
+        if least < most {
+            let short = at(most - 1, None);
+            assert!(short.roles[0].arena_bytes < most, "{pins:?}");
+        }
+        let mut plan = made.plan.clone();
+        let device = &mut plan.cluster.device;
+        (device.memory_bytes, device.memory_reserved_bytes) = (Bytes(1 << 30), Bytes(0));
+        assert_checked(&plan, &made.training, &roomy);
+    }
+}
