@@ -12,8 +12,8 @@
 //!
 //! **Early.** A gather may go ahead if nothing in microbatches writes what it gathers, or nothing in
 //! its template if that is a state: parameters. A bucket of them is gathered when the one before it is used first, so it travels
-//! behind its kernels. Tensors that fill a bucket alone stay where they are used: they gain
-//! nothing, and two of them at once may not fit.
+//! behind its kernels. Tensors that fill a bucket alone stay where they are used, as two of them at
+//! once may not fit; where they do, their bytes are theirs early ([`place`](crate::place)).
 //!
 //! Both change the order of a template only where no dependency forbids it, and no reduction's
 //! order of ranks: results keep every bit.

@@ -79,7 +79,7 @@ pub(crate) fn of(program: &Program, seen: &Seen) -> Result<Position, RuntimeErro
                 step.instruction,
                 step.microbatch
                     .map_or(String::new(), |m| format!(" of microbatch {m}")),
-                short(&what(role, &template.instructions[step.instruction]))
+                what(role, &template.instructions[step.instruction])
             );
             match &calls[step.template.index()][step.instruction] {
                 None => Now::Working(words),
@@ -97,14 +97,6 @@ pub(crate) fn of(program: &Program, seen: &Seen) -> Result<Position, RuntimeErro
         come,
         now,
     })
-}
-
-/// The first of many buffers, and how many more there are.
-fn short(what: &str) -> String {
-    match what.split_once('+') {
-        Some((first, rest)) => format!("{first} and {} more", rest.split('+').count()),
-        None => what.into(),
-    }
 }
 
 /// The meetings of a call, with the others who belong to each.

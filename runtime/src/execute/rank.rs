@@ -754,10 +754,15 @@ fn place(role: &RoleProgram, buffer: BufferId, microbatch: Option<u32>) -> Place
     }
 }
 
-/// Names an instruction in a word: the op's path, or the kind and its buffers.
+/// Names an instruction in a few words: the op's path, or the kind and its first buffer, with the
+/// number of the others.
 pub(crate) fn what(role: &RoleProgram, instruction: &Instruction) -> String {
     let name = |b: &BufferId| role.buffer(*b).name.clone();
-    let names = |list: Vec<&BufferId>| list.into_iter().map(name).collect::<Vec<_>>().join("+");
+    let names = |list: Vec<&BufferId>| match list.split_first() {
+        None => String::new(),
+        Some((first, [])) => name(first),
+        Some((first, others)) => format!("{} and {} more", name(first), others.len()),
+    };
     match &instruction.kind {
         InstrKind::Compute { path, .. } => path.clone(),
         InstrKind::Collective { kind, items, .. } => format!(
