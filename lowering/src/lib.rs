@@ -58,6 +58,7 @@ pub use error::LowerError;
 pub use layouts::Layouts;
 pub use memory::{RoleMemory, memory_report};
 pub use pack::without_pieces;
+pub use place::arena_with_room;
 pub use uses::{CrossEdge, Edge};
 pub use waits::{set_events, set_waits};
 

@@ -60,6 +60,15 @@ pub(crate) fn place_again(program: &mut RoleProgram, budget: u64) -> Result<(), 
     Ok(())
 }
 
+/// Bytes of the arena that a role would have if streams waited for each other's results alone. As
+/// many as it has, where they do.
+pub fn arena_with_room(role: &RoleProgram) -> u64 {
+    let mut roomy = role.clone();
+    let base = place_fixed(&mut roomy);
+    let placed = base.and_then(|base| place_transient(&mut roomy, base, u64::MAX));
+    placed.unwrap_or(MAX_BYTES)
+}
+
 /// Gives every buffer its class and drops those that nothing touches.
 fn classify(mut role: RoleDraft) -> Result<RoleProgram, LowerError> {
     // Ascending, as templates are gone through in order; one to four but for shared parameters.

@@ -177,26 +177,30 @@ pub(crate) struct Weights {
 pub(crate) struct Assumed {
     /// The ZeRO level that choices have to keep to; any, where there is none.
     pub level: Option<u8>,
-    /// Whether most of what moves in the microbatches hides behind computing. Only the simulator
-    /// knows how much does; without it the objective charges all.
-    pub hides: bool,
+    /// The share of what moves in the microbatches that hides behind computing. Only the simulator
+    /// knows how much does; the objective charges all.
+    pub hidden: f64,
     /// How many times more than there are microbatches the time of one counts: a pipeline of equal
     /// stages fills and drains once.
     pub fill: u32,
 }
 
-/// The share of the traffic that counts where it is assumed to hide. It is no more than a way to
-/// find plans that are then simulated: more than nothing, so that of two the one that moves less is
-/// taken.
-const SHOWN: f64 = 0.25;
+/// The largest share of the traffic that is assumed to hide. It is no more than a way to find plans
+/// that are then simulated: less than all, so that of two the one that moves less is taken.
+pub(crate) const MOST_HIDDEN: f64 = 0.95;
 
 impl Assumed {
     /// A cost as it counts where `hideable` of its time may hide.
     fn seen(self, time: Phases, hideable: Phases) -> Phases {
-        match self.hides {
-            true => time.plus(hideable.times(SHOWN - 1.0)),
+        match self.hides() {
+            true => time.plus(hideable.times(-self.hidden)),
             false => time,
         }
+    }
+
+    /// Whether anything of it is assumed to hide.
+    pub(crate) fn hides(self) -> bool {
+        self.hidden > 0.0
     }
 
     /// The cost of layers as it counts.
@@ -695,7 +699,7 @@ struct Changes<'u> {
     to: Dense,
     tensor: Tensor,
     /// By both specs' places, the price ([`price_use`]).
-    known: Vec<Option<(Option<f64>, ZeroLevels)>>,
+    known: Vec<Option<(Option<f64>, f64, ZeroLevels)>>,
 }
 
 /// Numbers, and for each its place among the distinct ones.
@@ -898,14 +902,20 @@ fn price_between(
                 let place = change.from.places[side(u.from)] * change.to.n_distinct
                     + change.to.places[side(u.to)];
                 let Changes { tensor, known, .. } = &mut changes[i];
-                let (price, levels) = *known[place].get_or_insert_with(|| {
+                let (price, shown_s, levels) = *known[place].get_or_insert_with(|| {
                     let specs = (u.made(choice(u.from)), u.wanted(choice(u.to)));
-                    price_use(s, prices, u, specs, (from, to), tensor)
+                    let (price, levels) = price_use(s, prices, u, specs, (from, to), tensor);
+                    let shown_s = match price.is_some() && is_gathered(s, u) {
+                        true => prices.second_gather_s(specs, (from, to), tensor),
+                        false => 0.0,
+                    };
+                    (price, shown_s, levels)
                 });
                 cell = cell.zip(price).map(|(mut cell, p)| {
                     cell.time.add(s.training.graph.op(u.op), p);
                     if moves_parameter(s, u) {
-                        cell.hideable.add(s.training.graph.op(u.op), p);
+                        let hideable_s = (p - shown_s).max(0.0);
+                        cell.hideable.add(s.training.graph.op(u.op), hideable_s);
                     }
                     cell.levels = cell.levels.and(levels);
                     cell

@@ -10,6 +10,7 @@
 use cost_model::collectives::Group;
 use cost_model::compute;
 use ir::cluster::Cluster;
+use ir::collective::CollectiveKind;
 use ir::op::OpKind;
 use ir::reshard::{self, LayoutStep};
 use ir::training::{StateRole, TrainingGraph};
@@ -231,6 +232,32 @@ impl<'a> Prices<'a> {
         let path = self.paths.get(&specs)?.get(path)?.iter();
         let steps = path.map(|&step| self.steps[step].step.clone());
         Some((steps.collect(), seconds))
+    }
+
+    /// Seconds of the last collective of the cheapest path, where it gathers what another one has
+    /// brought; 0 elsewhere. It stands where its result is used, so kernels wait for it.
+    pub(crate) fn second_gather_s(
+        &mut self,
+        specs: (&ShardingSpec, &ShardingSpec),
+        numbers: (usize, usize),
+        tensor: &Tensor,
+    ) -> f64 {
+        let Some((cheapest, _)) = self.cheapest(specs, numbers, tensor) else {
+            return 0.0;
+        };
+        let paths = self.paths.get(&numbers).map(Arc::clone);
+        let path = paths.as_ref().and_then(|paths| paths.get(cheapest));
+        let of_step = |&step: &usize| {
+            let Step {
+                step: of, before, ..
+            } = &self.steps[step];
+            Some((step, of.collective(before)?))
+        };
+        let moving: Vec<_> = path.into_iter().flatten().filter_map(of_step).collect();
+        match moving[..] {
+            [_, .., (last, CollectiveKind::AllGather)] => self.time(&[last], tensor),
+            _ => 0.0,
+        }
     }
 
     /// The index of the cheapest path between two specs, which have these numbers, and its seconds.

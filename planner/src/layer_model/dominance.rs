@@ -14,7 +14,7 @@
 //! So of two that cost the same only the later one is dropped, and where costs are of several
 //! rounded terms the difference has to be more than rounding.
 
-use super::{Assumed, Link, LinkCell, PricedLink, QUANTUM_S, SpecNumbers};
+use super::{Assumed, Link, LinkCell, MOST_HIDDEN, PricedLink, QUANTUM_S, SpecNumbers};
 use crate::groups::{Choice, Group, Phases};
 use crate::pins::ZeroLevels;
 use crate::prices::Prices;
@@ -24,7 +24,7 @@ use std::cell::OnceCell;
 /// The assumption that what may hide does: under this, too, a choice has to be of no use.
 const HIDING: Assumed = Assumed {
     level: None,
-    hides: true,
+    hidden: MOST_HIDDEN,
     fill: 0,
 };
 

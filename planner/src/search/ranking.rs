@@ -131,7 +131,7 @@ struct Simulated {
 impl Simulated {
     /// The fastest pipelines with one stage on each mesh, if they are among the best of all.
     fn leading(&self, n: usize) -> impl Iterator<Item = &Ranked> {
-        let known = || self.ranked.iter().filter(|r| !r.pipeline.assumed.hides);
+        let known = || self.ranked.iter().filter(|r| !r.pipeline.assumed.hides());
         let limit = known().next().map_or(0.0, |r| r.step_s * CLOSE);
         let near = known().filter(move |r| r.step_s <= limit);
         let plain = near.filter(|r| r.pipeline.schedule.virtual_stages() == 1);
@@ -221,7 +221,7 @@ impl Search<'_> {
         // The fastest before layers were made alike, with the bytes left for placing its buffers.
         let mut champion = ranked.first().map(|r| (r.pipeline.clone(), r.reserve));
         let (hiding, others): (Vec<&Ranked>, Vec<&Ranked>) =
-            ranked.iter().partition(|r| r.pipeline.assumed.hides);
+            ranked.iter().partition(|r| r.pipeline.assumed.hides());
         let n_hiding = if self.is_small() { hiding.len() } else { 1 };
         let n_others = match self.is_small() {
             true => AT_LEVELS_IN_A_SMALL_ONE,
@@ -232,7 +232,7 @@ impl Search<'_> {
             if self.ends() {
                 break;
             }
-            if r.pipeline.assumed.hides && self.pins.zero.is_none() {
+            if r.pipeline.assumed.hides() && self.pins.zero.is_none() {
                 levels = match self.is_small() {
                     true => LEVELS.to_vec(),
                     false => hiding::LEVELS.to_vec(),
@@ -339,7 +339,7 @@ impl Search<'_> {
         let mut pipelines = pipelines;
         // What is assumed to hide is cheaper by the objective than it is; it stays last.
         pipelines.sort_by(|a, b| {
-            let hides = a.assumed.hides.cmp(&b.assumed.hides);
+            let hides = a.assumed.hides().cmp(&b.assumed.hides());
             hides.then(a.choice.cost.total_s.total_cmp(&b.choice.cost.total_s))
         });
         // With the bytes that each of them leaves for placing its buffers, and how often it was made.
@@ -348,10 +348,10 @@ impl Search<'_> {
         loop {
             // Objectives against objectives: what hides has one of its own.
             let fitting = simulated.ranked.iter().map(|r| &r.pipeline);
-            let fitting = fitting.filter(|p| !p.assumed.hides);
+            let fitting = fitting.filter(|p| !p.assumed.hides());
             let least = fitting.map(|p| p.choice.cost.total_s);
             let limit = self.held_back_s(least.fold(f64::INFINITY, f64::min));
-            waiting.retain(|(p, ..)| p.assumed.hides || p.choice.cost.total_s <= limit);
+            waiting.retain(|(p, ..)| p.assumed.hides() || p.choice.cost.total_s <= limit);
             if waiting.is_empty() || (!simulated.ranked.is_empty() && self.ends()) {
                 break;
             }
@@ -387,7 +387,7 @@ impl Search<'_> {
                     Outcome::Fits(played) => {
                         // Where little moves, assuming that it hides changes nothing.
                         let is_known = |r: &Ranked| decided(&r.plan) == decided(&played.plan);
-                        if p.assumed.hides && simulated.ranked.iter().any(is_known) {
+                        if p.assumed.hides() && simulated.ranked.iter().any(is_known) {
                             continue;
                         }
                         simulated.ranked.push(Ranked {
@@ -396,8 +396,15 @@ impl Search<'_> {
                             reserve,
                             plan: (*played.plan).clone(),
                         });
+                        // What was to hide may have no room to.
+                        let lacks = match p.assumed.hides() && times < TIMES {
+                            true => self.lacks_room(&played.program),
+                            false => None,
+                        };
+                        let roomier = lacks.and_then(|lacks| self.smaller(&p, reserve, lacks));
+                        waiting.extend(roomier.map(|(p, reserve)| (p, reserve, times + 1)));
                         // It was chosen for less than its strategies cost.
-                        if p.assumed.hides {
+                        if p.assumed.hides() {
                             p.choice.cost = self.cost(&p, &played.times);
                         }
                         let best = &mut simulated.best;
@@ -536,6 +543,15 @@ impl Search<'_> {
         Ok(proofs)
     }
 
+    /// Bytes that a program has too few of for its streams to wait for each other's results alone.
+    fn lacks_room(&self, program: &Program) -> Option<u64> {
+        let lacks = program.roles.iter().map(|role| {
+            let usable = self.bytes_of(&self.cluster.seen_by(role.mesh.devices));
+            lowering::arena_with_room(role).saturating_sub(usable)
+        });
+        lacks.max().filter(|&lacks| lacks > 0)
+    }
+
     /// Lowers and simulates a plan.
     fn play(&self, forward: &Graph, made: Assembled) -> Result<Outcome, PlanError> {
         let Assembled {
@@ -617,7 +633,7 @@ impl Search<'_> {
         if let Some(level) = p.assumed.level {
             what += &format!(", ZeRO level {level}");
         }
-        if p.assumed.hides {
+        if p.assumed.hides() {
             what += ", parameters on their way while others compute";
         }
         if p.assumed.fill > 0 {
