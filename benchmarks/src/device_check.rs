@@ -1,6 +1,7 @@
 //! `device_check`: tries the kernels of the CUDA backend on the GPU that is there. A line of JSON
 //! for each result beside the CPU's, then one for the time of each op of a training step of GPT-2
-//! 124M, and of attention as larger steps have it. It fails where a result is off.
+//! 124M, of attention as larger steps have it, and of mixtures of experts. It fails where a result is
+//! off.
 
 use clap::Parser;
 use runtime::device::cuda;

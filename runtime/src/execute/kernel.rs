@@ -10,9 +10,10 @@
 mod attend;
 mod experts;
 mod float;
-mod images;
+pub(crate) mod images;
 mod ring;
 
+pub(crate) use experts::lengths as expert_lengths;
 pub(crate) use float::rope_scaling;
 
 use super::local::{Local, is_computed, narrow, widen};

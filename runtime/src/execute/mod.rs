@@ -40,7 +40,7 @@ pub use local::{Local, is_computed, narrow, widen};
 pub use rank::{RankTimings, Timing};
 pub use session::{Session, SessionOptions, StateRequest, StateTensor, States, StepResult};
 
-pub(crate) use kernel::rope_scaling;
+pub(crate) use kernel::{expert_lengths, images, rope_scaling};
 pub(crate) use load::{given, load};
 pub(crate) use rank::what;
 pub(crate) use session::check_batch;

@@ -95,6 +95,8 @@ pub(super) const ELEMENTWISE: Source =
     Source::new("elementwise.cu", include_str!("kernels/elementwise.cu"));
 pub(super) const EMBEDDING: Source =
     Source::new("embedding.cu", include_str!("kernels/embedding.cu"));
+pub(super) const EXPERTS: Source = Source::new("experts.cu", include_str!("kernels/experts.cu"));
+pub(super) const IMAGES: Source = Source::new("images.cu", include_str!("kernels/images.cu"));
 pub(super) const LOSS: Source = Source::new("loss.cu", include_str!("kernels/loss.cu"));
 pub(super) const MATMUL: Source = Source::new("matmul.cu", include_str!("kernels/matmul.cu"));
 pub(super) const MOVEMENT: Source = Source::new("movement.cu", include_str!("kernels/movement.cu"));
@@ -105,12 +107,14 @@ pub(super) const UPDATE: Source = Source::new("update.cu", include_str!("kernels
 
 /// All files.
 #[cfg(test)]
-pub(super) const SOURCES: [Source; 12] = [
+pub(super) const SOURCES: [Source; 14] = [
     ATTENTION,
     ATTENTION_TILES,
     ATTENTION_TILES_GRAD,
     ELEMENTWISE,
     EMBEDDING,
+    EXPERTS,
+    IMAGES,
     LOSS,
     MATMUL,
     MOVEMENT,

@@ -2,6 +2,8 @@
 //! sizes, which are timed.
 
 mod attention;
+mod experts;
+mod images;
 
 use super::{Cuda, Matmuls, Multiplier};
 use crate::device::{Cpu, Device, Place, Tensor, Work};
@@ -90,12 +92,24 @@ fn places(case: &Case) -> (Vec<Place>, Vec<Place>, usize) {
 }
 
 /// The bytes of a case's operands.
-fn contents(Case(op, inputs, _): &Case) -> Vec<Vec<u8>> {
+fn contents(case: &Case) -> Vec<Vec<u8>> {
+    let Case(op, inputs, _) = case;
+    let slots = |local: &Local| match local.dtype {
+        DType::I32 => experts::slots(case, local),
+        _ => None,
+    };
     let of = |(i, local): (usize, &Local)| match op {
         OpKind::EmbeddingGrad { vocab } if local.dtype == DType::I32 && *vocab > MANY_ROWS => {
             bytemuck::cast_slice(&ids_of_text(local.elements(), *vocab)).to_vec()
         }
-        _ => content(local, i + 1),
+        _ => match slots(local) {
+            Some(slots) => {
+                let mut bytes = bytemuck::cast_slice(&slots).to_vec();
+                local.zero_padding(&mut bytes);
+                bytes
+            }
+            None => content(local, i + 1),
+        },
     };
     inputs.iter().enumerate().map(of).collect()
 }
@@ -188,6 +202,8 @@ pub(super) fn cases(t: DType) -> Vec<Case> {
     let p = |dims: &[(u64, u64, u64)]| part(t, dims);
     let padded = [(0, 3, 4), (5, 40, 40), (0, 6, 6)];
     let mut all = attention::small(t);
+    all.extend(experts::small(t));
+    all.extend(images::small(t));
     let mut add = |op, x: &[Local], y: &[Local]| all.push(Case(op, x.to_vec(), y.to_vec()));
     for g in [
         Unary::Neg,
@@ -503,7 +519,12 @@ pub(super) const SMALL: usize = 1 << 20;
 /// Who is asked for a case.
 pub(super) fn multipliers(case: &Case) -> &'static [Multiplier] {
     match case.0 {
-        OpKind::DotGeneral { .. } => &[Multiplier::Plain, Multiplier::Library, Multiplier::Tuned],
+        OpKind::DotGeneral { .. }
+        | OpKind::Conv2d { .. }
+        | OpKind::Conv2dGradInput { .. }
+        | OpKind::Conv2dGradWeight { .. } => {
+            &[Multiplier::Plain, Multiplier::Library, Multiplier::Tuned]
+        }
         _ => &[Multiplier::Plain],
     }
 }
@@ -552,8 +573,12 @@ pub fn compare(mut on: impl FnMut(Compared)) -> Result<(), RuntimeError> {
             for &by in multipliers(&case) {
                 let mut gpu = Cuda::with(0, SMALL, 0, Matmuls { by, tf32: false })?;
                 let error = results(&mut gpu, &case, &context).map(|got| {
-                    let both = got.iter().zip(&expected);
-                    both.map(|(a, b)| error_by_norm(a, b)).fold(0.0, f64::max)
+                    let both = got.iter().zip(&expected).zip(&case.2);
+                    let errors = both.map(|((a, b), local)| match local.dtype {
+                        DType::I32 if a != b => f64::INFINITY,
+                        _ => error_by_norm(a, b),
+                    });
+                    errors.fold(0.0, f64::max)
                 });
                 on(Compared {
                     op: format!("{:?}", case.0),
@@ -585,8 +610,8 @@ pub struct Timed {
     pub error: Option<String>,
 }
 
-/// The ops of a training step of GPT-2 124M with so many samples of so many tokens, in bf16, each
-/// with its floating-point operations where they bound it.
+/// The ops of a training step of GPT-2 124M with so many samples of so many tokens, and those of
+/// mixtures of experts, in bf16, each with its floating-point operations where they bound it.
 fn real(samples: u64, tokens: u64) -> Vec<(String, Case, f64)> {
     use DType::{Bf16, F32, I32};
     let (width, vocabulary) = (768u64, 50304u64);
@@ -621,6 +646,7 @@ fn real(samples: u64, tokens: u64) -> Vec<(String, Case, f64)> {
     let half = samples.div_ceil(2);
     all.extend(attention::real([half, 4 * tokens, 16, 1, 128]));
     all.extend(attention::real([half, 4 * tokens, 8, 2, 128]));
+    all.extend(experts::real([samples, tokens]));
     let mut add = |name: String, op: OpKind, xs: Vec<Local>, ys: Vec<Local>, flops: f64| {
         all.push((name, Case(op, xs, ys), flops));
     };

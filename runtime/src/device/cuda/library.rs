@@ -182,7 +182,7 @@ fn compile(
 
 #[cfg(test)]
 mod tests {
-    use super::super::args::{ATTENTION_TILES, ATTENTION_TILES_GRAD, MOVEMENT, SOURCES};
+    use super::super::args::{ATTENTION_TILES, ATTENTION_TILES_GRAD, EXPERTS, MOVEMENT, SOURCES};
     use super::*;
     use cudarc::nvrtc::result;
     use std::ffi::CString;
@@ -213,14 +213,14 @@ mod tests {
 
     /// As the next test: with NVIDIA's compiler, skipped without it.
     #[test]
-    fn kernels_for_tensor_cores_keep_to_registers() {
+    fn large_kernels_keep_to_registers() {
         // SAFETY: opening a library of the system's runs no code but its own.
         if !unsafe { cudarc::nvrtc::sys::is_culib_present() } {
             eprintln!("skipped: there is no libnvrtc.so; see the comment of the next test");
             return;
         }
         for architecture in ["sm_80", "sm_90", "sm_100"] {
-            for source in [ATTENTION_TILES, ATTENTION_TILES_GRAD] {
+            for source in [ATTENTION_TILES, ATTENTION_TILES_GRAD, EXPERTS] {
                 let log = assembled(source, architecture);
                 let spills: Vec<u32> = log
                     .split(" bytes spill stores")

@@ -7,6 +7,7 @@ use crate::device::Cpu;
 use crate::execute::{Local, narrow};
 use emulator::harness::is_emulated;
 use ir::DType;
+use ir::op::Scores;
 
 #[test]
 fn gpus_conform() {
@@ -40,6 +41,10 @@ fn kernels_give_what_the_cpu_s_give() {
                 for (o, (got, expected)) in got.iter().zip(&expected).enumerate() {
                     let largest = expected.iter().filter(|x| x.is_finite());
                     let largest = largest.fold(1.0f32, |m, x| m.max(x.abs()));
+                    let rounding = match case.2[o].dtype {
+                        DType::I32 => 0.0,
+                        _ => rounding,
+                    };
                     let same = |a: f32, b: f32| {
                         a == b || a.is_nan() && b.is_nan() || (a - b).abs() <= rounding * largest
                     };
@@ -158,6 +163,53 @@ fn losses_keep_what_is_no_number() {
         let case = Case(OpKind::LogSumExp, vec![logits], vec![n]);
         agree(&case, &[numbers], SMALL);
     }
+}
+
+/// Infinities and NaN among a router's logits: its choices are the CPU's, and are of experts that
+/// there are. And an activation within bounds does not hide them.
+#[test]
+fn experts_keep_what_is_no_number() {
+    if !is_emulated("device::cuda::tests::experts_keep_what_is_no_number") {
+        return;
+    }
+    let infinite = f32::INFINITY;
+    let special = [1.0, -infinite, infinite, f32::NAN, 800.0, -800.0];
+    let (rows, experts, top_k) = (special.len() as u64 + 1, 10, 4);
+    let number = |i: usize| match special.get(i / experts) {
+        // A row of nothing else.
+        None => f32::NAN,
+        Some(x) if i % experts == 7 => *x,
+        Some(_) => (i * 37 % 101) as f32 / 50.0 - 1.0,
+    };
+    let logits: Vec<f32> = (0..rows as usize * experts).map(number).collect();
+    let lens = [1, rows, experts as u64];
+    for scores in [Scores::Softmax, Scores::Sigmoid] {
+        for normalize in [true, false] {
+            let route = OpKind::Route {
+                top_k,
+                capacity: 3,
+                normalize,
+                scores,
+                groups: None,
+            };
+            let of = |dtype| Local::whole(dtype, &[1, rows, top_k]);
+            let (x, y) = (
+                vec![Local::whole(DType::F32, &lens)],
+                vec![of(DType::F32), of(DType::I32)],
+            );
+            agree(&Case(route, x, y), std::slice::from_ref(&logits), SMALL);
+        }
+    }
+    let (gate, up) = ([f32::NAN, 1.0, 900.0, -900.0], [2.0, f32::NAN, -9.0, 9.0]);
+    let (alpha, limit) = (1.702, 7.0);
+    let x = Local::whole(DType::F32, &[4]);
+    let gradient = OpKind::ClampedSwigluGrad { alpha, limit };
+    let forward = OpKind::ClampedSwiglu { alpha, limit };
+    let numbers = [gate, up, [1.0; 4]].map(|x| x.to_vec());
+    let case = Case(forward, vec![x.clone(); 2], vec![x.clone()]);
+    agree(&case, &numbers[..2], SMALL);
+    let case = Case(gradient, vec![x.clone(); 3], vec![x; 2]);
+    agree(&case, &numbers, SMALL);
 }
 
 /// A work of a test, with its operands' and results' places.

@@ -87,7 +87,7 @@ impl Call<'_> {
 
 /// Lengths of shards `[E, B, C, H]`, `[B, S, H]` and `[B, S, k]`; slots and width are whole or
 /// split alike.
-fn lengths(experts: &Local, tokens: &Local, slots: &Local) -> Slots {
+pub(crate) fn lengths(experts: &Local, tokens: &Local, slots: &Local) -> Slots {
     let (e, t) = (&experts.ranges, &tokens.ranges);
     Slots {
         first: e[0].start as usize,

@@ -84,7 +84,7 @@ impl Call<'_> {
 }
 
 /// Lengths of a convolution by those of its image, weight and result.
-fn lengths(x: &Local, w: &Local, y: &Local, stride: u64, padding: u64) -> Conv {
+pub(crate) fn lengths(x: &Local, w: &Local, y: &Local, stride: u64, padding: u64) -> Conv {
     let (x, w, y) = (x.dims(), w.dims(), y.dims());
     Conv {
         samples: x[0],
@@ -100,7 +100,7 @@ fn lengths(x: &Local, w: &Local, y: &Local, stride: u64, padding: u64) -> Conv {
 }
 
 /// Windows of a pooling, and channels.
-fn pool(x: &Local, kernel: u64, stride: u64, padding: u64) -> (Windows, usize) {
+pub(crate) fn pool(x: &Local, kernel: u64, stride: u64, padding: u64) -> (Windows, usize) {
     let x = x.dims();
     let windows = Windows {
         size: [x[1], x[2]],
@@ -111,7 +111,7 @@ fn pool(x: &Local, kernel: u64, stride: u64, padding: u64) -> (Windows, usize) {
     (windows, x[3..].iter().product())
 }
 
-fn grouped(x: &Local) -> Grouped {
+pub(crate) fn grouped(x: &Local) -> Grouped {
     let x = x.dims();
     let (space, channels) = x.split_at(x.len() - 2);
     Grouped {

@@ -247,10 +247,10 @@ DEVICE void grad_weight(const Args &a, const In<Dy> &dy, const In<X> &x, Mean me
                 }
             }
         }
-        add_warps(sums, g, to_gamma, width);
+        add_warps(sums, g, to_gamma, blockIdx.y * width, width);
         if (!has_bias) return;
         Out<double> to_beta(a.y[1]);
-        add_warps(sums, b, to_beta, width);
+        add_warps(sums, b, to_beta, blockIdx.y * width, width);
         return;
     }
     __shared__ float gammas[8][32], betas[8][32];

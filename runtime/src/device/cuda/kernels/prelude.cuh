@@ -330,9 +330,9 @@ DEVICE float block_max(float v) {
 }
 
 // The sums of 32 x 8 threads over their eight warps, of eight columns each: the block's 256 columns
-// of its row of `y`, `blockIdx.y` of rows of `width`.
+// of a row of `y` of `width` elements from `first` on.
 template <class V> DEVICE void add_warps(V (*sums)[8][32], const V *v, const Out<double> &y,
-                                         i64 width) {
+                                         i64 first, i64 width) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     __syncthreads();
 #pragma unroll
@@ -342,7 +342,7 @@ template <class V> DEVICE void add_warps(V (*sums)[8][32], const V *v, const Out
     double sum = 0;
     for (int i = 0; i < 8; i++) sum += sums[i][warp][lane];
     const i64 c = ((i64)blockIdx.x * 32 + lane) * 8 + warp;
-    if (c < width) y.raw((i64)blockIdx.y * width + c, sum);
+    if (c < width) y.raw(first + c, sum);
 }
 
 // Where a stored element of a sequence stands: as it is stored, or, with chunks of `chunk`

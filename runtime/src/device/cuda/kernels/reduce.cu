@@ -111,14 +111,16 @@ template <> struct Sum<f32> {
     typedef double type;
 };
 
-// Sums over rows for 32 columns, or 32 eights of them, and a part of the rows a block, to scratch
-// memory y of parts x width: n = rows, width, rows of a part.
+// Sums over rows for 32 columns, or 32 eights of them, and a part of the rows a block, of one of some
+// matrices, to scratch memory y of parts x matrices x width: n = rows, width, rows of a part.
 KERNEL(column_sums) {
     In<T0> x(a.x[0]);
     Out<double> y(a.y[0]);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const i64 width = a.n[1], first = (i64)blockIdx.y * a.n[2];
     const i64 last = first + a.n[2] < a.n[0] ? first + a.n[2] : a.n[0];
+    const i64 from = blockIdx.z * a.n[0] * width;
+    const i64 to = ((i64)blockIdx.y * gridDim.z + blockIdx.z) * width;
     if (WIDE) {
         typedef typename Sum<T0>::type Term;
         __shared__ Term eights[8][8][32];
@@ -128,23 +130,23 @@ KERNEL(column_sums) {
 #pragma unroll 4
             for (i64 row = first + warp; row < last; row += 8) {
                 float v[8];
-                load8(x, row * width + c, v);
+                load8(x, from + row * width + c, v);
                 for (int k = 0; k < 8; k++) sum[k] += v[k];
             }
         }
-        add_warps(eights, sum, y, width);
+        add_warps(eights, sum, y, to, width);
         return;
     }
     __shared__ double sums[8][32];
     const i64 c = (i64)blockIdx.x * 32 + lane;
     double sum = 0;
     if (c < width)
-        for (i64 row = first + warp; row < last; row += 8) sum += x[row * width + c];
+        for (i64 row = first + warp; row < last; row += 8) sum += x[from + row * width + c];
     sums[warp][lane] = sum;
     __syncthreads();
     if (warp != 0 || c >= width) return;
     for (int i = 1; i < 8; i++) sum += sums[i][lane];
-    y.raw((i64)blockIdx.y * width + c, sum);
+    y.raw(to + c, sum);
 }
 
 // The parts of each column to their sum, a block for 32 columns, whose warps have every so many-th

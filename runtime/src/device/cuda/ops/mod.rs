@@ -3,6 +3,8 @@
 mod attention;
 mod elementwise;
 mod embedding;
+mod experts;
+mod images;
 mod matmul;
 mod movement;
 mod rows;
@@ -100,6 +102,14 @@ impl Op<'_> {
         let bytes = match self.kind {
             OpKind::AttentionGrad { .. } => self.attention_scratch(),
             OpKind::Rotary { .. } => self.elements_scratch(),
+            OpKind::Route { .. } | OpKind::Dispatch { .. } => self.experts_scratch(),
+            OpKind::Conv2d { .. }
+            | OpKind::Conv2dGradInput { .. }
+            | OpKind::Conv2dGradWeight { .. }
+            | OpKind::MaxPool2dGrad { .. }
+            | OpKind::GroupNorm { .. }
+            | OpKind::GroupNormGradInput
+            | OpKind::GroupNormGradWeight => self.images_scratch(),
             _ => self.rows_scratch(),
         };
         bytes.next_multiple_of(256).max(SCRATCH)
@@ -154,6 +164,22 @@ impl Op<'_> {
             OpKind::DotGeneral { einsum } => self.matmul(einsum),
             OpKind::Attention { .. } => self.attention(),
             OpKind::AttentionGrad { .. } => self.attention_grad(),
+            OpKind::Route { .. }
+            | OpKind::RouteGrad { .. }
+            | OpKind::Dispatch { .. }
+            | OpKind::Combine
+            | OpKind::ExpertBias
+            | OpKind::ClampedSwiglu { .. }
+            | OpKind::ClampedSwigluGrad { .. }
+            | OpKind::GateGrad => self.experts(),
+            OpKind::Conv2d { .. }
+            | OpKind::Conv2dGradInput { .. }
+            | OpKind::Conv2dGradWeight { .. }
+            | OpKind::MaxPool2d { .. }
+            | OpKind::MaxPool2dGrad { .. }
+            | OpKind::GroupNorm { .. }
+            | OpKind::GroupNormGradInput
+            | OpKind::GroupNormGradWeight => self.images(),
             OpKind::SumSquares
             | OpKind::GlobalNorm
             | OpKind::ClipCoefficient { .. }
@@ -214,26 +240,7 @@ pub(super) fn has_kernel(kind: &OpKind, operands: usize) -> bool {
     if let OpKind::Attention { bounds, .. } | OpKind::AttentionGrad { bounds, .. } = kind {
         return bounds.are_none();
     }
-    !matches!(
-        kind,
-        OpKind::Conv2d { .. }
-            | OpKind::Conv2dGradInput { .. }
-            | OpKind::Conv2dGradWeight { .. }
-            | OpKind::MaxPool2d { .. }
-            | OpKind::MaxPool2dGrad { .. }
-            | OpKind::GroupNorm { .. }
-            | OpKind::GroupNormGradInput
-            | OpKind::GroupNormGradWeight
-            | OpKind::Join
-            | OpKind::Route { .. }
-            | OpKind::RouteGrad { .. }
-            | OpKind::Dispatch { .. }
-            | OpKind::Combine
-            | OpKind::ExpertBias
-            | OpKind::ClampedSwiglu { .. }
-            | OpKind::ClampedSwigluGrad { .. }
-            | OpKind::GateGrad
-    )
+    !matches!(kind, OpKind::Join)
 }
 
 /// Whether an operand may lie exactly where the result will: each thread reads the elements that
@@ -243,7 +250,8 @@ fn may_share(kind: &OpKind, operand: usize, same_lengths: bool) -> bool {
         OpKind::Layout => true,
         OpKind::Unary { .. } | OpKind::Dropout { .. } => true,
         OpKind::Binary { .. } => same_lengths,
-        OpKind::ScaleRows | OpKind::CrossEntropyGrad => operand == 0,
+        OpKind::ScaleRows | OpKind::CrossEntropyGrad | OpKind::ExpertBias => operand == 0,
+        OpKind::ClampedSwiglu { .. } | OpKind::ClampedSwigluGrad { .. } => true,
         _ => false,
     }
 }

@@ -25,11 +25,53 @@ const LEAST_ROWS: usize = 128;
 const MOST_SUMS: usize = 1024;
 /// Eights of a thread that has a part of a row in registers: the kernels'.
 const MOST_EIGHTS: usize = 4;
+/// Most blocks along y and z.
+pub(super) const MOST: usize = 65535;
 /// Most threads of a block.
 pub(super) const MOST_THREADS: usize = 1024;
 /// Most threads that have a row in registers: a thread of so many may have 128 of the 65,536 of a
 /// multiprocessor, which is what the gradients in f32 need.
 const MOST_THREADS_OF_A_ROW: usize = 512;
+
+/// As a kernel's grid; its blocks go on to what is left.
+pub(super) fn extents(grid: [usize; 3]) -> [u32; 3] {
+    let most = [MOST_ROWS, MOST, MOST];
+    std::array::from_fn(|d| grid[d].min(most[d]) as u32)
+}
+
+/// Threads that share a row of so many pieces: as few as can be have nothing to do in the end.
+pub(super) fn threads_of_row(pieces: usize) -> usize {
+    let all = [256, 128, 64, WARP];
+    let taken = |t: &usize| pieces.div_ceil(*t).max(1) * t;
+    all.into_iter().min_by_key(taken).unwrap_or(WARP)
+}
+
+/// Matrices that follow each other, of which each column is added up.
+#[derive(Clone, Copy, Debug)]
+struct Matrices {
+    count: usize,
+    rows: usize,
+    width: usize,
+}
+
+impl Matrices {
+    fn one(rows: usize, width: usize) -> Self {
+        let count = 1;
+        Matrices { count, rows, width }
+    }
+    /// Parts into which the rows are cut whose sums are added afterwards, by blocks of so many
+    /// columns.
+    fn parts(&self, columns: usize) -> usize {
+        let columns = (self.count * self.width.div_ceil(columns)).max(1);
+        let parts = self.rows.div_ceil(LEAST_ROWS);
+        parts.clamp(1, (MOST_SUMS / columns).max(1))
+    }
+    /// Bytes of one result's sums of parts, whether or not columns are taken by eights.
+    fn sums_bytes(&self) -> usize {
+        let parts = [COLUMNS, 8 * COLUMNS].map(|c| self.parts(c));
+        8 * parts[0].max(parts[1]) * self.count * self.width
+    }
+}
 
 impl Op<'_> {
     /// A call with a block per row.
@@ -86,8 +128,8 @@ impl Op<'_> {
             OpKind::EmbeddingGrad { .. } => return self.embedding_grad(),
             OpKind::LogSumExp | OpKind::CrossEntropy | OpKind::CrossEntropyGrad => self.losses()?,
             OpKind::Reduce { kind, dims } => match self.columns() {
-                Some((rows, width)) if *kind == ReduceKind::Sum => {
-                    return Ok(self.column_sums(rows, width));
+                Some(matrices) if *kind == ReduceKind::Sum => {
+                    return Ok(self.column_sums(matrices));
                 }
                 _ => self.reduce(*kind, dims)?,
             },
@@ -96,40 +138,32 @@ impl Op<'_> {
         Ok(vec![Step::Call(call)])
     }
 
-    /// Rows and width of a reduction over all leading dims, from so many rows on that blocks share
-    /// a column.
-    fn columns(&self) -> Option<(usize, usize)> {
+    /// A reduction over dims that follow each other and are not the last ones, from so many rows on
+    /// that blocks share a column. Of several matrices columns are worth a block.
+    fn columns(&self) -> Option<Matrices> {
         let OpKind::Reduce { dims, .. } = self.kind else {
             return None;
         };
-        let x = self.x[0].dims();
-        let is_leading = (0..dims.len()).all(|d| dims.contains(&d)) && dims.len() < x.len();
-        let rows: usize = x.iter().take(dims.len()).product();
-        (is_leading && rows >= MANY).then(|| (rows, x[dims.len()..].iter().product()))
-    }
-
-    /// Parts into which the rows are cut whose sums are added afterwards, by blocks of so many
-    /// columns.
-    fn parts(rows: usize, width: usize, columns: usize) -> usize {
-        let columns = width.div_ceil(columns).max(1);
-        rows.div_ceil(LEAST_ROWS)
-            .clamp(1, (MOST_SUMS / columns).max(1))
-    }
-    /// Bytes of one result's sums of parts, whether or not columns are taken by eights.
-    fn sums_bytes(rows: usize, width: usize) -> usize {
-        let parts = [COLUMNS, 8 * COLUMNS].map(|c| Self::parts(rows, width, c));
-        8 * parts[0].max(parts[1]) * width
+        let (x, first) = (self.x[0].dims(), *dims.first()?);
+        let last = first + dims.len();
+        let follow = dims.iter().copied().eq(first..last) && last < x.len();
+        let length = |dims: &[usize]| dims.iter().product::<usize>();
+        let found = Matrices {
+            count: length(x.get(..first)?),
+            rows: length(x.get(first..last)?),
+            width: length(x.get(last..)?),
+        };
+        let fits = found.count == 1 || found.count <= MOST && found.width >= COLUMNS;
+        (follow && fits && found.rows >= MANY).then_some(found)
     }
 
     /// Bytes of scratch memory for the sums of parts, or for what sorts ids.
     pub(super) fn rows_scratch(&self) -> usize {
         let (rows, width) = self.matrix();
         match self.kind {
-            OpKind::LayerNormGradWeight => 2 * Self::sums_bytes(rows, width),
-            OpKind::RmsNormGradWeight => Self::sums_bytes(rows, width),
-            OpKind::Reduce { .. } => self
-                .columns()
-                .map_or(0, |(rows, width)| Self::sums_bytes(rows, width)),
+            OpKind::LayerNormGradWeight => 2 * Matrices::one(rows, width).sums_bytes(),
+            OpKind::RmsNormGradWeight => Matrices::one(rows, width).sums_bytes(),
+            OpKind::Reduce { .. } => self.columns().map_or(0, |m| m.sums_bytes()),
             OpKind::EmbeddingGrad { .. } => self.sorting().bytes(),
             _ => 0,
         }
@@ -137,15 +171,16 @@ impl Op<'_> {
 
     /// A call whose blocks have 32 columns of a part of the rows, or 32 eights of them, and the calls
     /// that add its sums up, one for each of so many results.
-    fn summed(&self, mut call: Call, rows: usize, width: usize) -> Vec<Step> {
+    fn summed(&self, mut call: Call, matrices: Matrices) -> Vec<Step> {
+        let Matrices { count, rows, width } = matrices;
         let mut columns = COLUMNS;
         // Scratch memory is aligned.
         if call.can_take_eights(width) {
             columns *= 8;
             call = call.with_eights();
         }
-        let (parts, results) = (Self::parts(rows, width, columns), self.y.len());
-        let bytes = (8 * parts * width) as u64;
+        let (parts, results) = (matrices.parts(columns), self.y.len());
+        let bytes = (8 * parts * count * width) as u64;
         let scratch = |i: usize| Span {
             at: self.scratch + i as u64 * bytes,
             bytes,
@@ -155,15 +190,16 @@ impl Op<'_> {
         }
         let per_part = rows.div_ceil(parts);
         call = call.n(0, &[rows as i64, width as i64, per_part as i64]);
-        call.grid = [width.div_ceil(columns) as u32, parts as u32, 1];
+        call.grid = [width.div_ceil(columns), parts, count].map(|n| n as u32);
         let mut steps = vec![Step::Call(call)];
         for (i, y) in self.y.iter().enumerate() {
-            let blocks = width.div_ceil(COLUMNS);
+            let all = count * width;
+            let blocks = all.div_ceil(COLUMNS);
             let warps = parts.next_power_of_two().min(MOST_WARPS);
             let threads = (WARP * warps) as u32;
             let add = Call::blocks(REDUCE, "add_parts", blocks, threads);
             let add = add.x(0, (scratch(i), "f32")).y(0, y.typed());
-            steps.push(Step::Call(add.n(0, &[width as i64, parts as i64])));
+            steps.push(Step::Call(add.n(0, &[all as i64, parts as i64])));
         }
         steps
     }
@@ -178,12 +214,12 @@ impl Op<'_> {
         for (i, x) in self.x.iter().enumerate() {
             call = call.x(i, x.typed());
         }
-        self.summed(call, rows, width)
+        self.summed(call, Matrices::one(rows, width))
     }
 
-    fn column_sums(&self, rows: usize, width: usize) -> Vec<Step> {
+    fn column_sums(&self, matrices: Matrices) -> Vec<Step> {
         let call = Call::blocks(REDUCE, "column_sums", 1, SUM_THREADS).x(0, self.x[0].typed());
-        self.summed(call, rows, width)
+        self.summed(call, matrices)
     }
 
     fn losses(&self) -> Result<Call, RuntimeError> {
@@ -265,4 +301,15 @@ fn joined(dims: impl Iterator<Item = [i64; 2]>) -> Vec<[i64; 2]> {
         }
     }
     all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::threads_of_row;
+
+    #[test]
+    fn few_threads_of_a_row_are_idle() {
+        // Rows of 4096, 2880, 768 and 32 halves, by eights.
+        assert_eq!([512, 360, 96, 4].map(threads_of_row), [256, 128, 32, 32]);
+    }
 }
