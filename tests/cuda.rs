@@ -4,9 +4,13 @@
 //! Ranks meet through the host's memory or by the emulator's NCCL, with a GPU each or several on one.
 
 use emulator::harness::{is_emulated, is_emulated_with};
-use ir::Precision;
+use ir::op::{Init, Scores};
 use ir::program::InstrKind;
+use ir::testing::{GraphOptions, random_graph, sequence_of};
 use ir::training::StateRole;
+use ir::{Graph, OpKind, Optimizer, Precision, TrainSpec};
+use runtime::device::Backend;
+use runtime::execute::{Session, SessionOptions, StateRequest};
 use runtime::fabric::Meets;
 use tests::{Case, cluster, distance, planned, relative};
 
@@ -24,12 +28,24 @@ fn check(case: &Case, n_devices: u32, pins: &[&str], rounding: f64, meets: (Meet
     let made = planned(&case.forward, &case.train, &cluster(n_devices), pins)
         .unwrap_or_else(|e| panic!("{name}: {e}"));
     runtime::device::cuda::check(&made.program).unwrap_or_else(|e| panic!("{name}: {e}"));
-    let mut on_cpu = case.session(&made.program);
+    let on_cpu = case.session(&made.program);
     let (meets, orders) = meets;
     let session = |orders: &Option<u64>| case.session_on_gpus(&made.program, *orders, meets);
-    let mut on_gpus: Vec<_> = orders.iter().map(session).collect();
-    for (step, batch) in case.batches.iter().take(STEPS).enumerate() {
-        let expected = on_cpu.step(batch, case.lr, false);
+    let on_gpus = orders.iter().map(session).collect();
+    let played = (&case.batches[..], case.lr);
+    agree(&name, played, rounding, on_cpu, (on_gpus, orders));
+}
+
+/// Plays batches at a learning rate on CPU ranks and on GPUs in each of these orders.
+fn agree(
+    name: &str,
+    (batches, lr): (&[Vec<Vec<u32>>], f64),
+    rounding: f64,
+    mut on_cpu: Session,
+    (mut on_gpus, orders): (Vec<Session>, Orders),
+) {
+    for (step, batch) in batches.iter().take(STEPS).enumerate() {
+        let expected = on_cpu.step(batch, lr, false);
         let expected = expected.unwrap_or_else(|e| panic!("{name}, CPU: {e}"));
         for (session, order) in on_gpus.iter_mut().zip(orders) {
             let (way, profile) = match order {
@@ -37,7 +53,7 @@ fn check(case: &Case, n_devices: u32, pins: &[&str], rounding: f64, meets: (Meet
                 None => ("in list order", step == 0),
                 Some(_) => ("streams as queues", false),
             };
-            let got = session.step(batch, case.lr, profile);
+            let got = session.step(batch, lr, profile);
             let got = got.unwrap_or_else(|e| panic!("{name}, GPU: {e}"));
             for (what, a, b) in [
                 ("loss", got.loss, expected.loss),
@@ -103,6 +119,138 @@ on_gpus! {
         ["context=2", "context_attention=ulysses", "data=1", "pipeline=1"];
     llama_linear_rope: "llama_linear_rope", 2, ["data=2", "tensor=1", "pipeline=1"];
     qwen3_tensor: "qwen3", 2, ["data=1", "tensor=2", "pipeline=1"];
+    mixtral_on_one: "mixtral", 1, ["data=1"];
+    mixtral_experts: "mixtral", 2,
+        ["data=2", "expert=2", "tensor=1", "pipeline=1", "microbatch=4"];
+    qwen2_moe_experts_tensor: "qwen2_moe", 4,
+        ["data=2", "expert=2", "tensor=2", "pipeline=1", "zero=1", "microbatch=4"];
+}
+
+/// Plays batches at a learning rate on two CPU ranks and on two of GPUs, from states as the graph
+/// declares them, but no parameter of zeros.
+fn on_two(
+    name: &str,
+    (forward, train): (&Graph, &TrainSpec),
+    pins: &[&str],
+    played: (&[Vec<Vec<u32>>], f64),
+) {
+    let made = planned(forward, train, &cluster(2), pins);
+    let made = made.unwrap_or_else(|e| panic!("{name}: {e}"));
+    runtime::device::cuda::check(&made.program).unwrap_or_else(|e| panic!("{name}: {e}"));
+    let initial = |r: StateRequest<'_>| {
+        let graph = &made.training.graph;
+        let op = graph.op(graph.find(r.path).expect("the state is there"));
+        let OpKind::State { init, .. } = op.kind else {
+            panic!("`{}` is no state", r.path);
+        };
+        let init = match (r.role, init) {
+            (StateRole::Parameter, Init::Zeros) => Init::Normal { std: 0.2 },
+            _ => init,
+        };
+        Ok(runtime::init::parameter(7, r.path, init, r.lens))
+    };
+    let session = |backend, orders| {
+        let options = SessionOptions {
+            backend,
+            orders,
+            ..SessionOptions::default()
+        };
+        Session::new(&made.program, train, options, initial).expect("the ranks start")
+    };
+    let on_gpus = BOTH.iter().map(|o| session(Backend::Cuda, *o)).collect();
+    let on_cpu = session(Backend::Cpu, None);
+    agree(name, played, F32, on_cpu, (on_gpus, BOTH));
+}
+
+/// Convolutions of several sizes, a pooling and group norms.
+#[test]
+fn images_on_two() {
+    if !is_emulated("images_on_two") {
+        return;
+    }
+    let classes = 12;
+    let config = serde_json::json!({
+        "model_type": "wide_resnet", "image_size": 19, "num_channels": 3, "base_channels": 8,
+        "width_factor": 2, "depths": [1, 1], "num_classes": classes, "norm_groups": 4,
+    });
+    let config = import::ModelConfig::parse("config.json", config.to_string().as_bytes());
+    let options = import::BuildOptions {
+        sequence: 1,
+        dropout: 0.0,
+    };
+    let forward = import::model_graph(&config.expect("a config"), &options).expect("it builds");
+    let train = TrainSpec {
+        global_batch: 4,
+        sequence: 1,
+        optimizer: Optimizer::Sgd {
+            momentum: 0.5,
+            weight_decay: 0.0,
+        },
+        ..TrainSpec::default()
+    };
+    let token = |step: u32, i: u32| (5 * i + 3 * step) % classes;
+    let sample = |t: u32| vec![t, (7 * t + 2) % classes];
+    let batch = |step: u32| (0..4).map(|i| sample(token(step, i))).collect();
+    let batches: Vec<Vec<Vec<u32>>> = (0..STEPS as u32).map(batch).collect();
+    on_two("images", (&forward, &train), &["data=2"], (&batches, 0.05));
+}
+
+/// Small models with experts of every kind, and no attention that has no kernels: routers by softmax
+/// and by sigmoids with a bias, by groups, gates before the experts and after them, experts with
+/// biases and gates within bounds, tokens that are dropped, a shared expert.
+#[test]
+fn experts_of_every_kind() {
+    if !is_emulated("experts_of_every_kind") {
+        return;
+    }
+    type Has = fn(&OpKind) -> bool;
+    let wanted: [(&str, &[&str], Has); 3] = [
+        ("sigmoids and groups", &["data=2", "expert=2"], |op| {
+            let OpKind::Route { scores, groups, .. } = op else {
+                return false;
+            };
+            *scores == Scores::Sigmoid && groups.is_some()
+        }),
+        ("biases and bounds", &["data=2"], |op| {
+            matches!(op, OpKind::ClampedSwiglu { .. })
+        }),
+        ("a shared expert", &["data=2", "expert=2"], |op| {
+            matches!(op, OpKind::ScaleRows)
+        }),
+    ];
+    let options = GraphOptions {
+        experts: true,
+        n_layers: 1,
+        blocks_per_layer: 1,
+        ..GraphOptions::default()
+    };
+    for (what, pins, has) in wanted {
+        // With an even number of experts where ranks share them.
+        let fits = |forward: &Graph| {
+            let is_even = |op: &OpKind| match op {
+                OpKind::Dispatch { experts, .. } => pins.len() == 1 || experts % 2 == 0,
+                _ => true,
+            };
+            let mut kinds = forward.ops().iter().map(|op| &op.kind);
+            kinds.clone().any(has) && kinds.all(is_even)
+        };
+        let found = (0..2000).map(|seed| random_graph(seed, &options));
+        let forward = found.into_iter().find(fits).expect("a graph with these");
+        let train = TrainSpec {
+            global_batch: 4,
+            sequence: sequence_of(&forward).expect("a sequence"),
+            optimizer: Optimizer::Sgd {
+                momentum: 0.5,
+                weight_decay: 0.0,
+            },
+            ..TrainSpec::default()
+        };
+        let token = |i: u64| (i * 7 % 11) as u32 % 3;
+        let sample = |i: u64| (0..=train.sequence).map(|k| token(31 * i + k)).collect();
+        let batch = |step: u64| (0..4).map(|i| sample(4 * step + i)).collect();
+        let batches: Vec<Vec<Vec<u32>>> = (0..STEPS as u64).map(batch).collect();
+        on_two(what, (&forward, &train), pins, (&batches, 0.05));
+    }
 }
 
 /// Instructions that are put on the GPU together give the bits that each gives alone.
@@ -198,6 +346,10 @@ by_nccl! {
         ["context=2", "context_attention=ring", "data=1", "pipeline=1"];
     nccl_context_ulysses: LIST, "llama_tied", 2 on "2",
         ["context=2", "context_attention=ulysses", "data=1", "pipeline=1"];
+    nccl_experts: BOTH, "mixtral", 4 on "4",
+        ["data=4", "expert=2", "tensor=1", "pipeline=1", "zero=2", "microbatch=4"];
+    nccl_experts_with_a_shared_one: LIST, "qwen2_moe", 2 on "2",
+        ["data=2", "expert=2", "tensor=1", "pipeline=1", "microbatch=4"];
     nccl_on_one_gpu: QUEUES, "gpt2_untied_gelu", 4 on "1",
         ["data=1", "tensor=2", "pipeline=2", "microbatch=1"];
 }
