@@ -5,9 +5,11 @@ use cost_model::SimError;
 use cost_model::costs::Costs;
 use cost_model::simulate::{SimulateOptions, Simulation, simulate};
 use frameworks::{MemoryUse, Profile, Software};
+use ir::Graph;
 use ir::cluster::Cluster;
 use ir::plan::{MadeFor, Plan};
 use ir::program::Program;
+use ir::training::TrainingGraph;
 use planner::OtherSoftware;
 use published::software;
 use std::borrow::Cow;
@@ -36,22 +38,54 @@ pub fn other(made_for: &MadeFor) -> OtherSoftware {
     }
 }
 
-/// Says for whose runtime figures are, to begin a report with; and where that software has no model of
-/// the family, that it has none, as nothing can be launched there then.
-pub fn whose(made_for: Option<&MadeFor>, family: &str) -> String {
+/// Says for whose runtime figures are, to begin a report with; and where that software has no such model,
+/// that it has none, as nothing can be launched there then.
+pub fn whose(made_for: Option<&MadeFor>, forward: &Graph, sequence: u64) -> String {
     let target = made_for.and_then(|made_for| export::Target::named(&made_for.name));
-    let lacks = match target.is_some_and(|target| target.lacks(family)) {
-        true => format!(", which has no model of the family {family}"),
-        false => String::new(),
-    };
+    let lacks = target.and_then(|target| target.lacks(forward, sequence));
+    let lacks = lacks.map_or(String::new(), |what| format!(", which has {what}"));
     format!("For {}{lacks}: ", software::title(made_for))
 }
 
 /// The same of a plan's figures.
 pub fn whose_plan(plan: &Plan) -> String {
-    // A graph begins with its name: graph "gpt2" {.
-    let family = plan.graph.split('"').nth(1).unwrap_or_default();
-    whose(plan.made_for.as_ref(), family)
+    let made_for = plan.made_for.as_ref();
+    match ir::text::parse(&plan.graph) {
+        Ok(forward) if made_for.is_some() => whose(made_for, &forward, plan.train.sequence),
+        _ => format!("For {}: ", software::title(made_for)),
+    }
+}
+
+/// Says that figures are for Meshwright's own runtime.
+pub fn whose_own() -> String {
+    format!("For {}: ", software::title(None))
+}
+
+/// Says that the software that a plan is made for has no words for it, why, and what has; none where
+/// the software has, or is none that plans are exported to.
+pub fn not_exported(plan: &Plan, training: &TrainingGraph) -> Option<String> {
+    let target = export::Target::named(&plan.made_for.as_ref()?.name)?;
+    let e = export::export(plan, training, target).err()?;
+    let words = e.to_string();
+    let words: Vec<&str> = words.split_whitespace().collect();
+    let others = written_by(plan, training, target);
+    let others = others.map_or(String::new(), |others| format!("; {others}"));
+    Some(format!(
+        "export will not write this plan: {}{others}",
+        words.join(" ")
+    ))
+}
+
+/// Says for which other software a plan can be written down; none where for none.
+pub fn written_by(plan: &Plan, training: &TrainingGraph, but: export::Target) -> Option<String> {
+    let names = export::others(plan, training, but).into_iter();
+    let names: Vec<&str> = names.map(|t| t.name()).collect();
+    let (last, rest) = names.split_last()?;
+    let all = match rest.is_empty() {
+        true => last.to_string(),
+        false => format!("{} or {last}", rest.join(", ")),
+    };
+    Some(format!("`export --to` {all} writes this plan"))
 }
 
 /// How the software that a plan is made for executes it on a cluster; none of Meshwright's own runtime.

@@ -128,6 +128,44 @@ fn the_first_line_says_that_torchtitan_has_no_such_model() {
     }
 }
 
+/// A model for which Megatron-LM has no flags is said to have none before any figure, with what its plan
+/// can be written for, and so does the export.
+#[test]
+fn the_first_lines_say_that_megatron_has_no_flags_for_a_model() {
+    let place = Place::new();
+    let mut args = COMPILE.to_vec();
+    args[1] = "bloom-560m";
+    args[7] = "1024";
+    let said = place.run(&args).expect(0).out;
+    let first = "For Megatron-Core (2025), which has no flags for this model: bloom-560m on 8 of";
+    assert!(said.starts_with(first), "{said}");
+    let why = "Export will not write this plan: Megatron-Core cannot express the plan's model: scores of \
+               the model's attention fall with the distance (ALiBi), for which there are no flags; \
+               `export --to` deepspeed, fsdp2 or jax writes this plan.";
+    for verb in ["compile", "inspect"] {
+        let said = match verb {
+            "compile" => said.clone(),
+            _ => place.run(&[verb, "plan.json"]).expect(0).out,
+        };
+        let head: Vec<&str> = said.lines().take(6).collect();
+        assert!(
+            support::flat(&head.join("\n")).contains(why),
+            "{verb}: {said}"
+        );
+        support::assert_fits(&said);
+    }
+    for verb in ["simulate", "explain"] {
+        let said = place.run(&[verb, "plan.json"]).expect(0).out;
+        assert!(said.starts_with(&first[..50]), "{verb}: {said}");
+    }
+    let export = ["export", "plan.json", "--to", "megatron-core"];
+    let refused = place.refuses(&export, &[4]);
+    refused.says(&["no pin helps", "`export --to` deepspeed, fsdp2 or jax"]);
+    place
+        .run(&["export", "plan.json", "--to", "fsdp2"])
+        .expect(0);
+}
+
 /// `--for deepspeed` plans whatever `export` writes for DeepSpeed: ranks that split sequences exchange
 /// tokens for heads.
 #[test]

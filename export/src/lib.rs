@@ -82,6 +82,14 @@ pub enum ExportError {
         .0.title()
     )]
     Asynchronous(Target),
+    /// The target has no model like the plan's, whatever the plan does with it.
+    #[error("{} cannot express the plan's model: {reason}", .target.title())]
+    Model {
+        /// The target.
+        target: Target,
+        /// Why.
+        reason: String,
+    },
     /// The target has no words for what the plan does.
     #[error("{} cannot express the plan:{}", .target.title(), listed(.reasons))]
     Inexpressible {
@@ -122,6 +130,14 @@ pub(crate) struct Read<'a> {
 /// Fails where the plan does not fit together, which a checked plan does.
 pub fn summary(plan: &Plan, training: &TrainingGraph) -> Result<Summary, ExportError> {
     Ok(read(plan, training)?.summary)
+}
+
+/// The targets for which a plan can be written down, of those but one.
+pub fn others(plan: &Plan, training: &TrainingGraph, but: Target) -> Vec<Target> {
+    let others = Target::ALL.into_iter().filter(|t| *t != but);
+    others
+        .filter(|t| export(plan, training, *t).is_ok())
+        .collect()
 }
 
 fn read<'a>(plan: &'a Plan, training: &TrainingGraph) -> Result<Read<'a>, ExportError> {

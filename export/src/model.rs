@@ -1,6 +1,6 @@
 //! The shape of a language model, read off its forward graph.
 
-use ir::op::{RopeScaling, Unary};
+use ir::op::{Bounds, RopeScaling, Unary};
 use ir::{Graph, LayerId, Op, OpKind};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -32,6 +32,10 @@ pub struct ModelShape {
     pub norm: Norm,
     /// Added to the variance in norms.
     pub norm_eps: f64,
+    /// Whether gains of norms are stored less one.
+    pub centred: bool,
+    /// Tokens that a query looks back over, its own among them; all where there is none.
+    pub window: Option<u64>,
     /// Rotary positions; none where they are learned.
     pub rotary: Option<Rotary>,
     /// Rows of the table of positions; none where they are rotary.
@@ -60,6 +64,8 @@ pub enum Activation {
     Silu,
     /// `max(x, 0)`.
     Relu,
+    /// `max(x, 0)^2`.
+    SquaredRelu,
 }
 
 /// Norms.
@@ -79,6 +85,8 @@ pub struct Rotary {
     pub theta: f64,
     /// How they are scaled.
     pub scaling: RopeScaling,
+    /// The share of a head's elements that turn, the first of them: above 0, at most 1.
+    pub share: f64,
 }
 
 /// A mixture of experts.
@@ -136,29 +144,40 @@ impl ModelShape {
         };
         let last = |tail: &str| in_any(tail).and_then(|l| l.last().copied());
         let gated = in_any("mlp.gate.weight").is_some() || in_any("moe.gate.weight").is_some();
-        // Blocks of OPT, GPT-NeoX, Nemotron and BLOOM are put together otherwise, and Gemma's gains are
-        // stored less one: no target knows them.
+        // Blocks of OPT, GPT-NeoX and BLOOM are put together otherwise, and so are Gemma's, whose gains of
+        // root-mean-square norms are stored less one: no target knows them.
         let adds_one = |op: &&Op| matches!(op.kind, OpKind::Constant { .. });
-        let is_centred = first.iter().copied().any(|op| adds_one(&op));
+        let centred = first.iter().any(adds_one);
+        let squares = |op: &&Op| matches!(op.kind, OpKind::Unary { f: Unary::Square });
+        let is_squared = first.iter().any(squares);
+        let is_plain = !gated && in_any("mlp.up.weight").is_some();
         // Of latent attention no target's flags are written.
         let is_latent = first.iter().any(|op| matches!(op.kind, OpKind::Join));
-        let is_bounded =
-            |op: &&Op| matches!(op.kind, OpKind::Attention { bounds, .. } if !bounds.are_none());
-        // Nor of windows, which some blocks have and others have not, and of scores that fall with the
-        // distance.
-        let is_bounded = blocks
-            .iter()
-            .any(|ops| ops.iter().copied().any(|op| is_bounded(&op)));
-        if is_centred
+        // Nor of windows, which some blocks have and others have not, of scores with a cap, and of those
+        // that fall with the distance.
+        let bounds = bounds(&blocks)?;
+        if centred && norm.0 == Norm::Rms
             || is_latent
-            || is_bounded
+            || (Bounds {
+                window: None,
+                ..bounds
+            }) != Bounds::default()
             || is_sunk(forward)
-            || (!gated && in_any("mlp.up.weight").is_some())
+            || is_plain && !is_squared
         {
             return None;
         }
         let rotary = first.iter().find_map(|op| match op.kind {
-            OpKind::Rotary { theta, scaling, .. } => Some(Rotary { theta, scaling }),
+            OpKind::Rotary {
+                theta,
+                scaling,
+                part,
+                ..
+            } => Some(Rotary {
+                theta,
+                scaling,
+                share: part.map_or(1.0, |part| part as f64 / head_dim as f64),
+            }),
             _ => None,
         });
         Some(ModelShape {
@@ -169,11 +188,18 @@ impl ModelShape {
             heads,
             kv_heads,
             head_dim,
-            ffn: last("mlp.gate.weight").or_else(|| last("mlp.fc.weight")),
-            activation: first.iter().find_map(|op| activation(&op.kind)),
+            ffn: ["mlp.gate.weight", "mlp.fc.weight", "mlp.up.weight"]
+                .into_iter()
+                .find_map(last),
+            activation: match is_squared {
+                true => Some(Activation::SquaredRelu),
+                false => first.iter().find_map(|op| activation(&op.kind)),
+            },
             gated,
             norm: norm.0,
             norm_eps: norm.1,
+            centred,
+            window: bounds.window,
             rotary,
             positions: lens("embed.wpe.weight").and_then(|l| l.first().copied()),
             bias: of("attn.out.bias").is_some(),
@@ -203,19 +229,39 @@ fn is_sunk(forward: &Graph) -> bool {
     read.any(|v| sums.contains(v))
 }
 
+/// The bounds that the attention of all blocks has; none where blocks differ.
+fn bounds(blocks: &[&Vec<&Op>]) -> Option<Bounds> {
+    let mut all = blocks
+        .iter()
+        .flat_map(|ops| ops.iter().copied().filter_map(bounds_of));
+    let first = all.next()?;
+    all.all(|b| b == first).then_some(first)
+}
+
+/// The bounds of an op, where it is an attention.
+fn bounds_of(op: &Op) -> Option<Bounds> {
+    match op.kind {
+        OpKind::Attention { bounds, .. } => Some(bounds),
+        _ => None,
+    }
+}
+
 /// The reason why a model has no shape, in a sentence's words.
 pub(crate) fn why_unknown(forward: &Graph) -> &'static str {
     let has = |is: &dyn Fn(&OpKind) -> bool| forward.ops().iter().any(|op| is(&op.kind));
-    let is_bounded =
-        |kind: &OpKind| matches!(kind, OpKind::Attention { bounds, .. } if !bounds.are_none());
-    if has(&is_bounded) {
-        "some of the model's attention has windows, capped scores or scores that fall with the distance (ALiBi), whose flags are not written"
+    let any = |is: &dyn Fn(Bounds) -> bool| forward.ops().iter().filter_map(bounds_of).any(is);
+    if any(&|b| b.alibi) {
+        "scores of the model's attention fall with the distance (ALiBi), for which there are no flags"
+    } else if any(&|b| b.cap.is_some()) {
+        "scores of the model's attention are capped, for which there are no flags"
     } else if is_sunk(forward) {
         "the model's attention has sinks, whose flags are not written"
+    } else if any(&|b| b.window.is_some()) {
+        "some of the model's blocks attend within a window and others do not, whose flags are not written"
     } else if has(&|kind| matches!(kind, OpKind::Join)) {
         "the model's attention is latent, whose flags are not written"
     } else {
-        "the model is no decoder of blocks with one attention each, put together as known ones are"
+        "the model's blocks are put together otherwise than those that flags describe"
     }
 }
 

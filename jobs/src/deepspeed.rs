@@ -273,6 +273,7 @@ pub(crate) fn read(
             tensor: 1,
             context: 1,
             expert: 1,
+            capacity: None,
             pipeline: 1,
             virtual_stages: 1,
             schedule: ScheduleKind::OneFOneB,

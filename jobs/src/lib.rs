@@ -71,6 +71,9 @@ pub struct Job {
     pub context: u32,
     /// Ranks that split experts.
     pub expert: u32,
+    /// Slots of an expert over the tokens that it gets on average, where the job gives experts so many;
+    /// none where no token is dropped.
+    pub capacity: Option<Capacity>,
     /// Meshes in a row.
     pub pipeline: u32,
     /// Stages on each mesh.
@@ -137,6 +140,30 @@ pub struct Offload {
     pub gradients: Option<Space>,
     /// Parameters as kernels read them, between their uses.
     pub parameters: Option<Space>,
+}
+
+/// The slots of experts.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Capacity {
+    /// Slots of an expert over the tokens that it gets on average: above 0, at most
+    /// [`MOST_CAPACITY`].
+    pub factor: f64,
+    /// Whether slots without a token are computed, too.
+    pub padded: bool,
+}
+
+/// The largest factor of a capacity.
+pub const MOST_CAPACITY: f64 = 4096.0;
+
+impl Capacity {
+    /// The factor of the slots that are computed where tokens spread evenly over the experts: without
+    /// padding, no more than there are tokens.
+    pub fn computed(&self) -> f64 {
+        match self.padded {
+            true => self.factor,
+            false => self.factor.min(1.0),
+        }
+    }
 }
 
 /// How stages divide the layers.

@@ -215,6 +215,7 @@ pub(crate) fn read(
         tensor,
         context,
         expert,
+        capacity: None,
         pipeline,
         virtual_stages,
         schedule,

@@ -9,7 +9,7 @@ use crate::args::CompareArgs;
 use crate::document;
 use crate::failure::{Exit, Failure};
 use crate::plan_file::{self, Loaded};
-use crate::software::whose;
+use crate::software::whose_own;
 use crate::{cluster, files, outputs, report};
 use cost_model::compare::{
     Cause, Compared, Comparison, StageComparison, Waterfall, compare, expected_instructions,
@@ -264,7 +264,7 @@ fn print_words(
     }
     report::out(&format!(
         "{}{} on {} of {}: {} measured\n",
-        whose(None, ""),
+        whose_own(),
         plan.name,
         ir::counted(measured.n_ranks, "rank"),
         plan.cluster.name,

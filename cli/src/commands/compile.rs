@@ -316,18 +316,6 @@ fn notes(planned: &Planned) -> Vec<String> {
     let stages = report::plan::stages(plan, &planned.training);
     let mut notes = planned.stats.notes.clone();
     notes.extend(report::plan::repeated_work(&stages));
-    // A plan for other software that cannot be written down for it is of less use: say it now.
-    let target = plan.made_for.as_ref();
-    if let Some(target) = target.and_then(|made_for| export::Target::named(&made_for.name))
-        && let Err(e) = export::export(plan, &planned.training, target)
-    {
-        let words = e.to_string();
-        let words: Vec<&str> = words.split_whitespace().collect();
-        notes.push(format!(
-            "export will not write this plan: {}",
-            words.join(" ")
-        ));
-    }
     notes
 }
 
@@ -378,6 +366,7 @@ fn print_json(
     text: &str,
 ) -> Result<(), Failure> {
     let plan = &planned.plan;
+    let not_exported = software::not_exported(plan, &planned.training);
     let preset = preset.map(|p| json!({ "name": p.name, "pins": p.pins, "points": p.n_points }));
     report::print_json(&json!({
         "plan": args.output,
@@ -398,7 +387,7 @@ fn print_json(
             "layer_kinds": planned.stats.n_layer_kinds,
             "candidates": planned.stats.candidates,
             "simulated": planned.stats.simulated,
-            "notes": notes(planned),
+            "notes": notes(planned).into_iter().chain(not_exported).collect::<Vec<_>>(),
             "runners_up": plan.proof.runners_up,
             "alternatives": planned.stats.alternatives.iter().map(|(what, s)| json!({ "what": what, "step_time_s": s })).collect::<Vec<_>>(),
         },

@@ -5,7 +5,7 @@ use super::spinner;
 use crate::args::ExportArgs;
 use crate::failure::{Exit, Failure};
 use crate::plan_file::{self, Loaded};
-use crate::{files, outputs, report};
+use crate::{files, outputs, report, software};
 use export::{Export, ExportError, Target};
 use ir::Seconds;
 use serde::Serialize;
@@ -20,7 +20,7 @@ pub fn run(args: &ExportArgs) -> Result<(), Failure> {
     }
     let loaded = plan_file::load(&args.plan)?;
     let exported = export::export(&loaded.plan, &loaded.training, target);
-    let exported = exported.map_err(|e| refused(&args.plan, e))?;
+    let exported = exported.map_err(|e| refused(args, &loaded, e))?;
     let paths = match (as_file, &exported.files[..]) {
         (Some(path), [_]) => vec![path.to_path_buf()],
         (Some(path), more) => {
@@ -98,23 +98,38 @@ fn folder(output: Option<&Path>, target: Target) -> PathBuf {
 }
 
 /// The failure of a plan that a target cannot express.
-fn refused(plan: &Path, e: ExportError) -> Failure {
+fn refused(args: &ExportArgs, loaded: &Loaded, e: ExportError) -> Failure {
+    let others = |target| {
+        let words = software::written_by(&loaded.plan, &loaded.training, target);
+        words.map_or(String::new(), |words| format!("; {words}"))
+    };
     let (exit, help) = match &e {
-        ExportError::Plan(_) => (Exit::CheckFailed, AGAIN),
+        ExportError::Plan(_) => (Exit::CheckFailed, AGAIN.to_string()),
         ExportError::Inference(_) => (
             Exit::Infeasible,
-            "compile without --inference, or run the plan with `meshwright run`",
+            "compile without --inference, or run the plan with `meshwright run`".into(),
         ),
         ExportError::Asynchronous(_) => (
             Exit::Infeasible,
-            "compile with `--pin schedule=1f1b` instead",
+            "compile with `--pin schedule=1f1b` instead".into(),
         ),
-        ExportError::Inexpressible { .. } => (
+        ExportError::Model { target, .. } => (
             Exit::Infeasible,
-            "compile with pins that give all layers and stages the same degrees (data, tensor, pipeline), or export to jax, whose specs are the plan's own; nothing was written",
+            format!(
+                "no pin helps, as it is the model that is not known there{}; nothing was written",
+                others(*target)
+            ),
+        ),
+        ExportError::Inexpressible { target, .. } => (
+            Exit::Infeasible,
+            format!(
+                "compile with `--for {}`, or with pins that give all layers and stages the same degrees (data, tensor, pipeline){}; nothing was written",
+                target.framework().name(),
+                others(*target)
+            ),
         ),
     };
-    Failure::new(exit, format!("{}: {e}", plan.display())).help(help)
+    Failure::new(exit, format!("{}: {e}", args.plan.display())).help(help)
 }
 
 const AGAIN: &str = "make the plan again with `meshwright compile`";

@@ -40,7 +40,11 @@ impl Wanted {
     /// Says for whose runtime the figures are.
     pub fn whose(&self) -> String {
         let other = self.options.made_for.as_ref();
-        software::whose(other.map(|o| &o.made_for), &self.forward.name)
+        software::whose(
+            other.map(|o| &o.made_for),
+            &self.forward,
+            self.train.sequence,
+        )
     }
 
     /// Builds what the arguments ask for.

@@ -3,7 +3,8 @@
 use super::parallelism::{AxisReport, axes};
 use super::strategies::layer_range;
 use super::{count, percent, table, wrapped};
-use crate::software::whose_plan;
+use crate::document::capitalised;
+use crate::software::{not_exported, whose_plan};
 use cost_model::StepWork;
 use cost_model::utilisation::{peak_dtype, peak_flops_per_s, too_fast};
 use ir::cluster::Cluster;
@@ -203,6 +204,11 @@ pub fn words(plan: &Plan, training: &TrainingGraph) -> String {
 /// described once.
 fn described(plan: &Plan, training: &TrainingGraph) -> String {
     let mut w = heading(plan);
+    // That it cannot be launched comes before all that it would do.
+    if let Some(words) = not_exported(plan, training) {
+        let behind = w.find('\n').map_or(w.len(), |end| end + 1);
+        w.insert_str(behind, &format!("{}.\n", capitalised(&words)));
+    }
     let all = stages(plan, training);
     let parts: Vec<Vec<Part>> = all.iter().map(parts).collect();
     let is_alike = |a: usize, b: usize| {

@@ -4,8 +4,10 @@
 //! it takes arguments from, at `core_v0.19.0`; that version's own parser and validation accept what
 //! is written (docs/export.md).
 
-use super::{Choices, Missing, Target, Written, block_name, degrees, inexpressible, origin};
-use crate::model::{Activation, ModelShape, Norm};
+use super::{
+    Choices, Missing, Target, Written, block_name, degrees, inexpressible, origin, unknown,
+};
+use crate::model::{Activation, Experts, ModelShape, Norm};
 use crate::recompute::Recomputed;
 use crate::summary::{ContextAttention, Degrees, Stage, Summary};
 use crate::{ExportError, File, Read};
@@ -29,7 +31,7 @@ pub(super) fn write(read: &Read<'_>) -> Result<Written, ExportError> {
     let summary = &read.summary;
     let d = degrees(summary, TARGET)?;
     let model = summary.model.as_ref();
-    let model = model.ok_or_else(|| inexpressible(TARGET, summary.why_no_model))?;
+    let model = model.ok_or_else(|| unknown(TARGET, summary.why_no_model))?;
     let mut missing = Missing::default();
     missing.add_deviations(summary, &[]);
     let mut choices = Choices::of(summary);
@@ -174,6 +176,9 @@ fn model_arguments(
         Some(rotary) => {
             args.push(with("position-embedding-type", "rope"));
             args.push(with("rotary-base", rotary.theta.round()));
+            if rotary.share < 1.0 {
+                args.push(with("rotary-percent", rotary.share));
+            }
             match rotary.scaling {
                 RopeScaling::None => {}
                 RopeScaling::Linear { factor } => {
@@ -183,7 +188,11 @@ fn model_arguments(
                     args.push(flag("use-rope-scaling"));
                     args.push(with("rope-scaling-factor", factor));
                 }
-                RopeScaling::Yarn { .. } => {}
+                RopeScaling::Yarn { .. } => missing.add(
+                    "rotary positions",
+                    "scaled as YaRN has it",
+                    "not scaled, which takes as long",
+                ),
             }
         }
     }
@@ -192,22 +201,17 @@ fn model_arguments(
         Norm::Rms => args.push(with("normalization", "RMSNorm")),
     }
     args.push(with("norm-epsilon", m.norm_eps));
-    match (m.activation, m.gated) {
-        (Some(Activation::Silu), true) => args.push(flag("swiglu")),
-        (Some(Activation::Gelu), false) => args.push(flag("no-bias-gelu-fusion")),
-        (Some(Activation::GeluTanh), false) => args.push(flag("openai-gelu")),
-        (activation, gated) => {
-            let gate = if gated {
-                "with a gate"
-            } else {
-                "without a gate"
-            };
-            return Err(inexpressible(
-                TARGET,
-                format!("no argument asks for an MLP {gate} and activation {activation:?}"),
-            ));
-        }
+    if m.centred {
+        args.push(flag("apply-layernorm-1p"));
     }
+    // Tokens to the left of a query's own, and to the right.
+    if let Some(window) = m.window {
+        args.push(with(
+            "window-size",
+            format!("{},0", window.saturating_sub(1)),
+        ));
+    }
+    args.push(mlp(m).map_err(|reason| unknown(TARGET, reason))?);
     if !m.bias {
         args.push(flag("disable-bias-linear"));
         if m.qkv_bias {
@@ -238,7 +242,7 @@ fn model_arguments(
         args.push(with("moe-token-dispatcher-type", "alltoall"));
         args.push(with(
             "moe-expert-capacity-factor",
-            rounded(e.capacity_factor),
+            capacity_factor(e, s.sequence),
         ));
         args.push(with("moe-token-drop-policy", "position"));
         args.push(flag("moe-pad-expert-input-to-capacity"));
@@ -260,20 +264,42 @@ fn model_arguments(
         }
         missing.add(
             "the slots of experts",
-            "counted sample by sample",
-            "counted over the tokens of a rank's microbatch, with the same factor",
+            "counted sample by sample, and tokens beyond them are dropped",
+            "counted over the tokens of a rank's microbatch, with the same factor, and tokens beyond them are dropped",
         );
     }
     Ok(args)
+}
+
+/// The argument that asks for a model's MLP, or the reason why there is none.
+pub(super) fn mlp(m: &ModelShape) -> Result<Argument, &'static str> {
+    match (m.activation, m.gated) {
+        (Some(Activation::Silu), true) => Ok(flag("swiglu")),
+        (Some(Activation::Gelu), false) => Ok(flag("no-bias-gelu-fusion")),
+        (Some(Activation::GeluTanh), false) => Ok(flag("openai-gelu")),
+        (Some(Activation::SquaredRelu), false) => Ok(flag("squared-relu")),
+        (_, true) => Err("no flag asks for an MLP with a gate and this activation function"),
+        (_, false) => {
+            Err("no flag asks for an MLP without a gate and with this activation function")
+        }
+    }
 }
 
 /// Megatron-LM pads the table of tokens to a multiple of this many rows for each tensor rank
 /// (`--make-vocab-size-divisible-by`).
 const VOCAB_MULTIPLE: u64 = 128;
 
-/// A factor with six digits behind the point at most.
-fn rounded(x: f64) -> f64 {
-    (x * 1e6).round() / 1e6
+/// The factor with six digits behind the point at most, from which as many slots of a sample of so many
+/// tokens follow as the plan has.
+fn capacity_factor(e: &Experts, sequence: u64) -> f64 {
+    let on_average = (e.top_k * sequence) as f64 / e.count as f64;
+    let slots = (e.capacity_factor * on_average).round();
+    let scaled = e.capacity_factor * 1e6;
+    let near = scaled.round() / 1e6;
+    match (near * on_average).ceil() > slots {
+        true => scaled.floor() / 1e6,
+        false => near,
+    }
 }
 
 fn parallel(d: &Degrees, s: &Summary, missing: &mut Missing) -> Vec<Argument> {
@@ -528,9 +554,9 @@ fn recompute(
 
 /// The norms of a block.
 fn norms(model: &ModelShape) -> [String; 2] {
-    let norms = match model.norm {
-        Norm::Layer => ["{}.ln_1", "{}.ln_2"],
-        Norm::Rms => ["{}.norm_1", "{}.norm_2"],
+    let norms = match model.family.as_str() {
+        "gpt2" => ["{}.ln_1", "{}.ln_2"],
+        _ => ["{}.norm_1", "{}.norm_2"],
     };
     norms.map(String::from)
 }
@@ -662,7 +688,6 @@ fn script(s: &Summary, args: &[Argument], fsdp: bool) -> String {
         true => w += "unset CUDA_DEVICE_MAX_CONNECTIONS  # Megatron-FSDP needs several.\n",
         false => w += "export CUDA_DEVICE_MAX_CONNECTIONS=1\n",
     }
-    w += "data=(--mock-data)\n[ $# = 0 ] || data=()\n";
     let _ = writeln!(
         w,
         "exec torchrun --nnodes {} --nproc-per-node {} --node-rank \"${{NODE_RANK:-0}}\" \\\n  --master-addr \"${{MASTER_ADDR:-localhost}}\" --master-port \"${{MASTER_PORT:-29500}}\" \\\n  \"${{PRETRAIN:-pretrain_gpt.py}}\" \\",
@@ -674,7 +699,7 @@ fn script(s: &Summary, args: &[Argument], fsdp: bool) -> String {
             Some(value) => _ = writeln!(w, "  --{name} {} \\", shell(value)),
         }
     }
-    w += "  --train-iters \"${TRAIN_ITERS:-100}\" --lr \"${LR:-1e-4}\" \"${data[@]}\" \"$@\"\n";
+    w += "  --train-iters \"${TRAIN_ITERS:-100}\" --lr \"${LR:-1e-4}\" \"${@:---mock-data}\"\n";
     w
 }
 

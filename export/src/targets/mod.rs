@@ -8,12 +8,13 @@ mod megatron;
 mod python;
 mod torchtitan;
 
+use crate::model::ModelShape;
 use crate::recompute::Recomputed;
 use crate::summary::{Degrees, Subject, Summary};
 use crate::{ExportError, File, NotExpressed, Read};
 use frameworks::{Framework, Vocabulary};
-use ir::Optimizer;
 use ir::plan::ScheduleKind;
+use ir::{Graph, Optimizer};
 use serde::Serialize;
 
 /// Software that a plan can be exported to.
@@ -76,10 +77,24 @@ impl Target {
         Target::ALL.into_iter().find(|t| t.name() == name)
     }
 
-    /// Whether it comes with models of its own, and none of them is of this family (`model_type` of a
-    /// configuration). Others train what a script brings, or build a model of arguments.
-    pub fn lacks(self, family: &str) -> bool {
-        self == Target::TorchTitan && torchtitan::model_of(family).is_none()
+    /// What it has not, where it has no model like this one, whose forward graph is given: `no model of
+    /// the family gpt2`, `no flags for this model`. Those that train what a script brings have all.
+    pub fn lacks(self, forward: &Graph, sequence: u64) -> Option<String> {
+        let shape = || ModelShape::of(forward, sequence);
+        match self {
+            Target::TorchTitan if torchtitan::model_of(&forward.name).is_none() => {
+                Some(format!("no model of the family {}", forward.name))
+            }
+            Target::TorchTitan => {
+                let has = shape().is_some_and(|m| m.window.is_none());
+                (!has).then(|| "no model like this one".into())
+            }
+            Target::MegatronCore => {
+                let has = shape().is_some_and(|m| megatron::mlp(&m).is_ok());
+                (!has).then(|| "no flags for this model".into())
+            }
+            Target::DeepSpeed | Target::Fsdp2 | Target::Accelerate | Target::Jax => None,
+        }
     }
 
     /// The framework that it belongs to, whose vocabulary says what can be expressed.
@@ -335,6 +350,14 @@ pub(crate) fn inexpressible(target: Target, reason: impl Into<String>) -> Export
     ExportError::Inexpressible {
         target,
         reasons: vec![reason.into()],
+    }
+}
+
+/// The failure of a model that a target has not.
+pub(crate) fn unknown(target: Target, reason: impl Into<String>) -> ExportError {
+    ExportError::Model {
+        target,
+        reason: reason.into(),
     }
 }
 

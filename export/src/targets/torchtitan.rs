@@ -3,7 +3,9 @@
 //! Keys are those of `torchtitan/config/job_config.py` at v0.2.2, the last version that reads TOML
 //! files; its manager parses what is written (docs/export.md).
 
-use super::{Choices, Missing, Target, Written, block_name, degrees, inexpressible, origin};
+use super::{
+    Choices, Missing, Target, Written, block_name, degrees, inexpressible, origin, unknown,
+};
 use crate::model::ModelShape;
 use crate::recompute::Recomputed;
 use crate::summary::{ContextAttention, Degrees, Stage, Summary};
@@ -38,7 +40,10 @@ pub(super) fn write(read: &Read<'_>) -> Result<Written, ExportError> {
     let summary = &read.summary;
     let d = degrees(summary, TARGET)?;
     let model = summary.model.as_ref();
-    let model = model.ok_or_else(|| inexpressible(TARGET, summary.why_no_model))?;
+    let model = model.ok_or_else(|| unknown(TARGET, summary.why_no_model))?;
+    if model.window.is_some() {
+        return Err(unknown(TARGET, WINDOW));
+    }
     let mut missing = Missing::default();
     let mut choices = Choices::of(summary);
     missing.add_deviations(summary, &[]);
@@ -85,6 +90,10 @@ pub(super) fn write(read: &Read<'_>) -> Result<Written, ExportError> {
     })
 }
 
+/// The reason why a model with a window is refused.
+pub(super) const WINDOW: &str =
+    "the model's attention looks back over a window, which that of torchtitan's models does not";
+
 /// The model that torchtitan has of a family, if it has one.
 pub(super) fn model_of(family: &str) -> Option<&'static str> {
     match family {
@@ -101,7 +110,7 @@ fn flavor(m: &ModelShape, missing: &mut Missing) -> Result<(&'static str, String
             "it has no model of the family {}; of those that Meshwright reads it has llama, mistral (as llama3) and qwen3",
             m.family
         );
-        inexpressible(TARGET, reason)
+        unknown(TARGET, reason)
     })?;
     let has_experts = m.experts.is_some();
     let is_it = |(of, flavor, layers, hidden): &&(&str, &str, u64, u64)| {

@@ -94,10 +94,6 @@ pub(super) const NOT_MODELLED: &[(&str, &str)] = &[
     ("moe-permute-fusion", "tokens are sorted by one kernel"),
     ("moe-router-fusion", "routing is one kernel"),
     (
-        "moe-token-drop-policy",
-        "which tokens are dropped where experts have a capacity",
-    ),
-    (
         "moe-shared-expert-overlap",
         "shared experts are computed beside the tokens' travel",
     ),
@@ -160,7 +156,7 @@ pub(super) const NOT_MODELLED: &[(&str, &str)] = &[
     ),
     (
         "window-*",
-        "attention within a window, which the model here has not",
+        "attention within a window, in blocks that are read without one: less time than predicted",
     ),
     ("softmax-type", "another softmax of attention"),
     (
@@ -372,7 +368,7 @@ pub(super) const NO_EFFECT: &[&str] = &[
     "eval-*", "exit-*", "finetune", "fp16-lm-cross-entropy", "full-validation", "hysteresis",
     "inference-*", "init-*", "initial-*", "inprocess-*", "iterations-to-skip", "iteration", "lazy-mpu-init", "legacy-tokenizer", "load*", "local-rank",
     "log-*", "loss-scale*", "lr*", "manual-gc*", "master-*", "merge-file", "min-*", "mock-data",
-    "moe-aux-loss-coeff", "moe-grouped-gemm", "moe-input-jitter-eps", "moe-pad-expert-input-to-capacity", "moe-per-layer-logging",
+    "moe-aux-loss-coeff", "moe-grouped-gemm", "moe-input-jitter-eps", "moe-per-layer-logging", "moe-token-drop-policy",
     "moe-router-*", "moe-z-loss-coeff", "no-create-attention-mask-in-dataloader", "no-data-sharding", "no-initialization", "no-load-*", "no-mmap-bin-files", "no-one-logger",
     "no-pin-memory*", "no-query-key-layer-scaling", "no-save-*", "no-bias-gelu-fusion", "non-persistent-*",
     "num-dataset-builder-threads", "num-workers", "one-logger-*", "onnx-safe", "override-opt-param-scheduler",

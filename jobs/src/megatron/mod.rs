@@ -111,6 +111,8 @@ pub(crate) fn job(
         .count("seq-length")?
         .or(args.count("encoder-seq-length")?);
     let expert = experts(args, tensor)?;
+    let capacity = shape::capacity(args)?;
+    let has_experts = shape::n_experts(args)?.is_some();
     let sequence_parallel = args.switch("sequence-parallel") && tensor > 1;
     let zero = zero(args, beside, &mut notes)?;
     let recompute = recompute(args, beside, &mut notes)?;
@@ -172,6 +174,7 @@ pub(crate) fn job(
         tensor,
         context,
         expert,
+        capacity: capacity.filter(|_| has_experts),
         pipeline,
         virtual_stages: stages.chunks,
         schedule: ScheduleKind::OneFOneB,

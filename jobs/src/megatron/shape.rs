@@ -4,7 +4,7 @@
 use super::degrees::{degree, vocab_multiple};
 use super::given_count;
 use crate::arguments::{Arguments, assumed};
-use crate::{Given, JobError, Model, Note, NoteKind};
+use crate::{Capacity, Given, JobError, MOST_CAPACITY, Model, Note};
 use serde_json::{Value, json};
 
 /// The parts of a model, before its family is known.
@@ -30,6 +30,8 @@ struct Shape {
     rotary_share: f64,
     epsilon: f64,
     activation: &'static str,
+    /// Tokens that a query looks back over, its own among them.
+    window: Option<u64>,
     experts: Option<Experts>,
 }
 
@@ -71,6 +73,23 @@ pub(super) fn model(args: &Arguments, given: &Given) -> Result<(Model, Vec<Note>
 
 /// The most experts of a layer.
 const MOST_EXPERTS: u64 = 1 << 20;
+
+/// The slots of experts; none where no token is dropped, which a negative factor says, too.
+pub(super) fn capacity(args: &Arguments) -> Result<Option<Capacity>, JobError> {
+    let name = "moe-expert-capacity-factor";
+    let padded = args.switch("moe-pad-expert-input-to-capacity");
+    match args.number(name)? {
+        Some(factor) if factor > 0.0 && factor <= MOST_CAPACITY => {
+            Ok(Some(Capacity { factor, padded }))
+        }
+        Some(factor) if factor >= 0.0 => Err(args.wrong(
+            name,
+            format!("`--{name}` is {factor}, expected a number above 0, up to {MOST_CAPACITY}"),
+            "give experts 1 or a little more, or leave it out: then no token is dropped",
+        )),
+        _ => Ok(None),
+    }
+}
 
 /// The experts of a layer; none where it has one alone, as logs write of models without (`[1]`).
 pub(super) fn n_experts(args: &Arguments) -> Result<Option<u64>, JobError> {
@@ -151,6 +170,10 @@ fn shape(
         Some(vocab) => vocab,
         None => return Ok(Err(NO_VOCAB.into())),
     };
+    if args.switch("squared-relu") {
+        // Nemotron's gains are stored so.
+        args.switch("apply-layernorm-1p");
+    }
     let activation = match (
         args.switch("no-bias-gelu-fusion"),
         args.switch("openai-gelu"),
@@ -187,8 +210,33 @@ fn shape(
         rotary_share: args.number("rotary-percent")?.unwrap_or(1.0),
         epsilon: epsilon.filter(|e| *e > 0.0 && *e < 1.0).unwrap_or(1e-5),
         activation,
+        window: window(args)?,
         experts: experts(args, layers, ffn, notes)?,
     }))
+}
+
+/// The window of attention, in blocks that are read with one: those of Mistral, all of them.
+fn window(args: &Arguments) -> Result<Option<u64>, JobError> {
+    let others = ["window-attn-skip-freq", "qk-layernorm", "add-qkv-bias"];
+    let is_other = others.iter().any(|name| args.is_on(name)) || n_experts(args)?.is_some();
+    if is_other || !args.switch("swiglu") || !args.switch("disable-bias-linear") {
+        return Ok(None);
+    }
+    let Some(text) = args.text("window-size")? else {
+        return Ok(None);
+    };
+    // Tokens to the left of a query's own, and to the right; -1 for all.
+    let inner = text.trim_matches(['(', ')', ' ']);
+    let left = inner.split(',').next().unwrap_or_default().trim();
+    match left.parse::<i64>() {
+        Ok(n) if n < 0 => Ok(None),
+        Ok(n) => Ok(Some(n.unsigned_abs() + 1)),
+        Err(_) => Err(args.wrong(
+            "window-size",
+            format!("`{text}` is no window such as 4095,0"),
+            "give the tokens to the left of a query's own, and a zero behind the comma",
+        )),
+    }
 }
 
 const NO_VOCAB: &str = "the vocabulary is the tokenizer's, and the arguments do not say how large it is; --set vocab_size=N says it";
@@ -283,24 +331,17 @@ fn experts(
     let top_k = args.count("moe-router-topk")?.unwrap_or(2);
     let inner = args.count("moe-ffn-hidden-size")?.unwrap_or(ffn);
     let shared = args.count("moe-shared-expert-intermediate-size")?;
-    let capacity = args.number("moe-expert-capacity-factor")?;
+    let has_capacity = capacity(args)?.is_some();
     let frequency = args.text("moe-layer-freq")?.map(String::from);
     let Some(count) = count else {
         return Ok(None);
     };
-    match capacity {
-        None => notes.push(assumed(
+    if !has_capacity {
+        notes.push(assumed(
             "--moe-expert-capacity-factor",
             1.0,
             "tokens are taken to spread evenly over the experts, as a balanced router has them",
-        )),
-        Some(factor) => notes.push(Note {
-            kind: NoteKind::NotModelled,
-            name: args.spelled("moe-expert-capacity-factor"),
-            value: Some(factor.to_string()),
-            line: None,
-            words: "experts are given the slots that tokens need on average".into(),
-        }),
+        ));
     }
     let bad = |text: &str| {
         args.wrong(
@@ -383,8 +424,17 @@ fn config(s: &Shape) -> Result<Value, String> {
                 Err("biases of queries, keys and values on heads of another width".into())
             }
             None if s.qkv_bias => Ok(llama("qwen2")),
-            None => Ok(with(llama("llama"), head_dim)),
+            None => Ok(match s.window {
+                None => with(llama("llama"), head_dim),
+                window => {
+                    let own = json!({ "sliding_window": window });
+                    with(with(llama("mistral"), head_dim), own)
+                }
+            }),
         };
+    }
+    if s.window.is_some() {
+        return Err("attention within a window, in blocks that are not Mistral's".into());
     }
     if s.experts.is_some() {
         return Err("experts without gates, biases or root-mean-square norms".into());

@@ -4,7 +4,7 @@
 use crate::args::ImportJobArgs;
 use crate::commands::compile;
 use crate::failure::{Exit, Failure};
-use crate::plan_file::Loaded;
+use crate::plan_file::{self, Loaded};
 use crate::{cluster, document, files, model, software};
 use checker::Violation;
 use cost_model::{SimulateOptions, StepWork};
@@ -13,7 +13,7 @@ use import::builtin;
 use ir::cluster::Cluster;
 use ir::program::Space;
 use ir::{Bytes, Graph, TrainSpec};
-use jobs::{Job, Offload, Recompute, Split};
+use jobs::{Capacity, Job, Offload, Recompute, Split};
 use planner::software::{Model as Blocks, Point};
 use planner::{OtherSoftware, Pins, PlanOptions};
 use serde_json::Value;
@@ -336,7 +336,23 @@ fn model_of(
         .iter()
         .any(|k| value.get(k).is_some());
     let loaded = model::parse_config(&name, &value.to_string())?;
-    model::Model::Config(Box::new(loaded)).with_expert_capacity(has_experts.then_some(1.0))
+    let loaded = model::Model::Config(Box::new(loaded));
+    let capacity = job.capacity.filter(|_| has_experts);
+    remarks.extend(capacity.map(|c| dropped(&c)));
+    let computed = capacity.map_or(1.0, |c| c.computed());
+    loaded.with_expert_capacity(has_experts.then_some(computed))
+}
+
+/// Says that tokens are dropped, and which slots figures are of.
+fn dropped(capacity: &Capacity) -> String {
+    let factor = capacity.factor;
+    let figures = match capacity.padded {
+        true => "figures count all slots, filled or not",
+        false => "empty slots are not computed, and figures are of tokens that spread evenly",
+    };
+    format!(
+        "an expert has slots for {factor} times the tokens that it gets on average, and the tokens beyond them are dropped: it computes nothing for them, which changes what is learned; {figures}"
+    )
 }
 
 /// The configuration of a model that a job names: of a folder beside the job or here, or of one that
@@ -572,7 +588,7 @@ impl Request {
         // What is written is a plan like others: nothing of it is pinned for those that go on from it.
         plan.pins.clear();
         plan.proof.space = "the one plan that an imported job describes; nothing was searched, and the bound is the step's FLOPs at the best rate of the devices".into();
-        let violations = match checker::check_plan(&plan) {
+        let violations = match plan_file::violations(&plan) {
             none if none.is_empty() => {
                 checker::check_program(&plan, &planned.training, &planned.program)
             }
