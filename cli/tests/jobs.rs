@@ -585,6 +585,24 @@ fn recomputation_and_offload_are_among_the_changes() {
     assert!(!flags.to_string().contains("offload_param"), "{flags}");
 }
 
+/// Sequences of a length that nobody trains on, for which no time is known, are no prediction.
+#[test]
+fn a_job_beyond_all_sizes_is_refused_by_its_cause() {
+    let place = place();
+    let script = SCRIPT
+        .replace("--seq-length 1024", "--seq-length 100000000")
+        .replace("--micro-batch-size 1", "--micro-batch-size 8");
+    assert_ne!(script, SCRIPT);
+    place.write("train.sh", script.as_bytes());
+    let args: Vec<&str> = IMPORT.iter().chain(&["--no-search"]).copied().collect();
+    place.refuses(&args, &[3]).says(&[
+        "the job cannot be predicted",
+        "100000000 tokens",
+        "its MFU would be",
+        "look at the length of sequences",
+    ]);
+}
+
 #[test]
 fn a_model_of_the_hub_is_the_one_that_is_built_in() {
     let place = Place::new();

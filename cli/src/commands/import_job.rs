@@ -10,9 +10,12 @@ use super::{again, spinner};
 use crate::args::ImportJobArgs;
 use crate::failure::{Exit, Failure};
 use crate::report::account::Accounted;
-use crate::{files, outputs};
+use crate::{files, outputs, report};
 use changes::Changes;
 use frameworks::Framework;
+use ir::counted;
+use ir::plan::Plan;
+use ir::training::TrainingGraph;
 use jobs::{Given, JobError, Reading, Variables};
 use measurement::Recalibration;
 use request::{Priced, Request};
@@ -73,6 +76,8 @@ pub fn run(args: &ImportJobArgs) -> Result<(), Failure> {
     let request = request::request(args, &reading.job)?;
     let bar = spinner("pricing the job");
     let job = request.described(&request.pins, &request.other)?;
+    let plan = &job.loaded.plan;
+    possible(plan, &job.loaded.training)?;
     let accounted = Accounted::of(&job.loaded)?;
     let measured = measurement::read(args, &reading)?;
     let measured = measured
@@ -104,6 +109,25 @@ pub fn run(args: &ImportJobArgs) -> Result<(), Failure> {
         true => words::json(args, &imported),
         false => words::print(args, &imported),
     }
+}
+
+/// Refuses a job that would compute faster than the devices can: its sizes are beyond those whose times
+/// are known.
+fn possible(plan: &Plan, training: &TrainingGraph) -> Result<(), Failure> {
+    let step_s = plan.predicted.step_time_s.0;
+    let Some(mistake) = report::plan::mistake(plan, training, step_s, "predicted") else {
+        return Ok(());
+    };
+    let what = format!(
+        "the job cannot be predicted: with {} of {} tokens a step it is beyond the sizes whose times are known, and its MFU would be {} ({})",
+        counted(plan.train.global_batch, "sample"),
+        plan.train.sequence,
+        report::percent(plan.predicted.mfu),
+        mistake.strip_prefix("mistake: ").unwrap_or(&mistake)
+    );
+    Err(Failure::new(Exit::BadInput, what).help(
+        "look at the length of sequences, the batch and the sizes of the model in the file, and at the peak of the cluster's devices",
+    ))
 }
 
 /// Whether software that is named with its version is of 2024 or before: Megatron-Core 0.18 is of 2026.
