@@ -166,6 +166,22 @@ fn the_first_lines_say_that_megatron_has_no_flags_for_a_model() {
         .expect(0);
 }
 
+/// Experts are most of a model's bytes and lie over the data ranks: the level of all that these hold copies
+/// of is said all the same.
+#[test]
+fn plans_with_experts_say_their_zero_level() {
+    let place = Place::new();
+    let mut args = COMPILE.to_vec();
+    args[1] = "qwen3-30b-a3b";
+    args[13] = "data=4 expert=4 tensor=2 pipeline=1 zero=1 microbatch=4";
+    place.run(&args).expect(0);
+    let words = support::flat(&place.run(&["inspect", "plan.json"]).expect(0).out);
+    let said = "expert parallel in moe.gate, moe.up, moe.down, ZeRO-1 for the other parameters";
+    assert!(words.contains(said), "{words}");
+    let why = support::flat(&place.run(&["explain", "plan.json"]).expect(0).out);
+    assert!(why.contains("expert=8 pipeline=1 zero=1 "), "{why}");
+}
+
 /// `--for deepspeed` plans whatever `export` writes for DeepSpeed: ranks that split sequences exchange
 /// tokens for heads.
 #[test]

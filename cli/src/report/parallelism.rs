@@ -24,10 +24,44 @@ pub struct AxisReport {
     /// The kinds of parallelism: `data parallel`, `tensor parallel`, ...; empty when all ranks of
     /// the axis compute the same.
     pub does: Vec<String>,
-    /// The ZeRO level of most parameter bytes; `None` where the axis shards the uses of most.
+    /// The ZeRO level of most parameter bytes; `None` where the axis shards the uses of most. Of an axis
+    /// that splits samples, the level of the parameters that it does not split: experts, which it may
+    /// split too, are not asked.
     pub zero: Option<u8>,
-    /// The share of the layer's parameter bytes at that level.
+    /// The share of these bytes at that level.
     pub zero_share: f64,
+    /// Whether there are parameters that were not asked.
+    pub splits_others: bool,
+}
+
+/// How a parameter lies over an axis.
+#[derive(Clone, Copy, Debug)]
+pub struct Level {
+    /// The ZeRO level; none where its uses shard it.
+    pub zero: Option<u8>,
+    /// Its bytes.
+    pub bytes: u64,
+    /// Its longest dim.
+    pub longest: u64,
+    /// Whether sums of its gradient over microbatches are in this layer.
+    pub has_sums: bool,
+}
+
+/// How the parameters of a layer lie over each axis of the stage's mesh. `strategy` is the index of the
+/// layer's strategy in the plan.
+pub fn levels(
+    plan: &Plan,
+    training: &TrainingGraph,
+    stage: usize,
+    strategy: usize,
+    layer: LayerId,
+) -> Vec<Vec<Level>> {
+    let cx = Layer {
+        training,
+        ops: assignments(plan, training, strategy, layer),
+    };
+    let axes = plan.stages[stage].mesh.axis_ids();
+    axes.map(|axis| cx.zero_levels(axis)).collect()
 }
 
 impl AxisReport {
@@ -44,6 +78,13 @@ impl AxisReport {
                 self.zero_share * 100.0
             ),
             _ => String::new(),
+        };
+        let zero = match self.splits_others && !zero.is_empty() {
+            true => {
+                let zero = zero.replace("the parameter bytes", "the bytes");
+                format!("{zero} for the other parameters")
+            }
+            false => zero,
         };
         format!("{} ({}): {does}{zero}", self.axis, self.size)
     }
@@ -64,17 +105,23 @@ pub fn axes(
     let mesh = &plan.stages[stage].mesh;
     mesh.axis_ids()
         .map(|axis| {
-            let levels = cx.zero_levels(axis);
-            let total: u64 = levels.iter().map(|l| l.1).sum();
+            let does = cx.does(axis);
+            let mut levels = cx.zero_levels(axis);
+            let all = levels.len();
+            if does.iter().any(|d| d.starts_with("data parallel")) {
+                levels.retain(|l| l.zero.is_some());
+            }
+            let total: u64 = levels.iter().map(|l| l.bytes).sum();
             let mut by_level: BTreeMap<Option<u8>, u64> = BTreeMap::new();
             levels
                 .iter()
-                .for_each(|(level, bytes)| *by_level.entry(*level).or_default() += bytes);
+                .for_each(|l| *by_level.entry(l.zero).or_default() += l.bytes);
             let most = by_level.iter().max_by_key(|(_, bytes)| **bytes);
             AxisReport {
                 axis: mesh.name(axis).to_string(),
                 size: mesh.size(axis) as u32,
-                does: cx.does(axis),
+                splits_others: levels.len() < all,
+                does,
                 zero: most.and_then(|(level, _)| *level),
                 zero_share: most.map_or(0.0, |(_, bytes)| *bytes as f64 / total.max(1) as f64),
             }
@@ -202,8 +249,8 @@ impl Layer<'_> {
         does
     }
 
-    /// Returns level and bytes of every parameter; no level where its uses shard it over `axis`.
-    fn zero_levels(&self, axis: AxisId) -> Vec<(Option<u8>, u64)> {
+    /// How every parameter lies over `axis`.
+    fn zero_levels(&self, axis: AxisId) -> Vec<Level> {
         let graph = &self.training.graph;
         let first = |a: &Assigned<'_>| a.op.outputs.first().copied();
         let making: BTreeMap<Option<ValueId>, &Assigned<'_>> =
@@ -234,13 +281,14 @@ impl Layer<'_> {
                             .map(move |(k, _)| (a, k))
                     })
             };
-            let accumulated = uses().any(|(a, k)| {
-                let of = first(a).map(|v| graph.value(v).producer);
-                let operand = k as u32;
-                let sum = of.map(|of| Origin::Accumulator { of, operand });
-                let sum = sum.and_then(|origin| by_origin.get(&origin));
-                splits(sum.and_then(|a| a.specs.results.first()))
-            });
+            let sums = || {
+                uses().filter_map(|(a, k)| {
+                    let of = first(a).map(|v| graph.value(v).producer)?;
+                    let operand = k as u32;
+                    by_origin.get(&Origin::Accumulator { of, operand })
+                })
+            };
+            let accumulated = sums().any(|a| splits(a.specs.results.first()));
             let mut moments =
                 states().filter(|s| s.role == StateRole::Moment1 && s.param == state.param);
             let level = match () {
@@ -252,7 +300,13 @@ impl Layer<'_> {
                 }
                 () => Some(0),
             };
-            levels.push((level, graph.ty(state.read).bytes(1)));
+            let ty = graph.ty(state.read);
+            levels.push(Level {
+                zero: level,
+                bytes: ty.bytes(1),
+                longest: ty.shape.bind(1).into_iter().max().unwrap_or(1),
+                has_sums: sums().next().is_some(),
+            });
         }
         levels
     }

@@ -888,6 +888,7 @@ mod tests {
             does: does.iter().map(|d| d.to_string()).collect(),
             zero,
             zero_share: 1.0,
+            splits_others: false,
         };
         let stage = |axes: Vec<AxisReport>| StageReport {
             ranks: [0, 3],
