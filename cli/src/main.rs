@@ -28,6 +28,7 @@ mod report;
 mod snippet;
 mod software;
 mod train_spec;
+mod zero_pin;
 
 use args::{Cli, Verb};
 use clap::error::{ContextKind, ContextValue, ErrorKind};

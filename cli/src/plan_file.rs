@@ -2,7 +2,7 @@
 
 use crate::document;
 use crate::failure::{Exit, Failure};
-use crate::{files, model};
+use crate::{files, model, zero_pin};
 use checker::Violation;
 use ir::plan::{PASSES_VERSION, PLAN_VERSION, Plan};
 use ir::program::Program;
@@ -68,6 +68,15 @@ fn contradicted(plan: &Plan) -> Vec<Violation> {
         });
     };
     let pins = planner::Pins::parse(&plan.pins).unwrap_or_default();
+    // Pins of tensors may say of some what a level does not.
+    if let Some(level) = pins.zero.filter(|_| pins.tensors.is_empty())
+        && let Ok(graph) = ir::text::parse(&plan.graph)
+        && let Ok(training) = plan.training_graph(&graph)
+        && let Some(has) = zero_pin::unkept(plan, &training, level)
+    {
+        let expected = format!("pins that the plan keeps, as zero={has}");
+        add("pins", "pins", expected, format!("zero={level}"));
+    }
     for (pin, has) in pins.unkept(plan) {
         let expected = format!("pins that the plan keeps, as {has}");
         add("pins", "pins", expected, pin);

@@ -291,7 +291,11 @@ fn clusters() {
             "launch_s = 5.0e-6\nlunch_s = 1.0",
             "unknown field `lunch_s`",
         ),
-        ("launch_s = 5.0e-6", "launch_s = \"fast\"", "invalid type"),
+        (
+            "launch_s = 5.0e-6",
+            "launch_s = \"fast\"",
+            "invalid type",
+        ),
         (
             "memory_efficiency = 0.6",
             "memory_efficiency = 0.0",
@@ -1177,6 +1181,57 @@ fn levels_that_cut_through_hosts_are_refused() {
     place.run(&words[..4]).expect(3).says(&said);
 }
 
+/// ZeRO levels that are pinned are those of the plan, whatever the level, the mesh and the precision, and
+/// one that was edited is refused.
+#[test]
+fn another_zero_level_than_the_plans_is_refused() {
+    let place = Place::new();
+    let meshes = [
+        "data=4",
+        "data=2 tensor=2",
+        "data=2 context=2",
+        "pipeline=2 data=2",
+    ];
+    let sgd = ["--optimizer", "sgd"];
+    for (i, level) in (0..4)
+        .flat_map(|level| meshes.map(|m| (m, level)))
+        .enumerate()
+    {
+        let (mesh, level) = level;
+        let pins = format!("{mesh} zero={level}");
+        let precision = ["f32", "bf16"][i % 2];
+        let mut args = vec![
+            "compile",
+            "config.json",
+            "--cluster",
+            "cpu-default",
+            "--global-batch",
+            "4",
+            "--precision",
+            precision,
+            "--pin",
+            &pins,
+        ];
+        if i % 5 == 4 {
+            args.extend(sgd);
+        }
+        place.run(&args).expect(0);
+        let plan: Value = serde_json::from_slice(&place.read("plan.json")).unwrap();
+        let has_moments = i % 5 != 4;
+        for other in (0..4).filter(|other| *other != level && has_moments) {
+            let mut edited = plan.clone();
+            let pins = edited["pins"].as_array_mut().unwrap();
+            let pin = pins
+                .iter_mut()
+                .find(|p| p.as_str().unwrap().starts_with("zero="));
+            *pin.unwrap() = json!(format!("zero={other}"));
+            place.write("bad.json", edited.to_string());
+            let refused = place.refuses(&["check", "bad.json"], &[5]);
+            refused.says(&[&format!("found zero={other}"), &format!("as zero={level}")]);
+        }
+    }
+}
+
 /// A plan that was edited so that what it states is not what it does.
 #[test]
 fn what_a_plan_states_and_does_not_do_is_refused() {
@@ -1242,7 +1297,25 @@ fn what_a_plan_states_and_does_not_do_is_refused() {
         }
     }
     // Figures that agree with each other, and not with the program on the plan's cluster.
-    let by_check: [(Edit, &str); 3] = [
+    let by_check: [(Edit, &str); 6] = [
+        (
+            |p| p["predicted"]["checkpoint"]["bytes"] = json!(1),
+            "predicted.checkpoint.bytes",
+        ),
+        (
+            |p| drop(p["predicted"].as_object_mut().unwrap().remove("checkpoint")),
+            "predicted.checkpoint.bytes",
+        ),
+        (
+            |p| {
+                let stage = &mut p["predicted"]["stages"][0];
+                let moved = stage["step_bytes"].as_u64().unwrap();
+                let others = stage["transient_bytes"].as_u64().unwrap();
+                stage["step_bytes"] = json!(0);
+                stage["transient_bytes"] = json!(others + moved);
+            },
+            "predicted.stages[0].step_bytes",
+        ),
         (
             |p| scale(&mut p["cluster"]["device"]["peak_flops_per_s"]["f32"], 0.5),
             "predicted.step_time_s",

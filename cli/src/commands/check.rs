@@ -99,22 +99,49 @@ fn played_otherwise(
                 ("collective_s", s.collective_s.0),
                 ("transfer_s", s.transfer_s.0),
                 ("persistent_bytes", s.persistent_bytes.0 as f64),
+                ("step_bytes", s.step_bytes.0 as f64),
+                ("activation_bytes", s.activation_bytes.0 as f64),
+                ("transient_bytes", s.transient_bytes.0 as f64),
                 ("peak_bytes", s.peak_bytes.0 as f64),
             ];
             let named = of_stage.map(|(key, x)| (format!("stages[{i}].{key}"), x));
             all.extend(named);
         }
+        // What is not known is said as no number.
+        let checkpoint = p.checkpoint.as_ref();
+        let seconds = |s: Option<ir::Seconds>| s.map_or(f64::NAN, |s| s.0);
+        all.extend([
+            (
+                "checkpoint.bytes".into(),
+                checkpoint.map_or(f64::NAN, |c| c.bytes.0 as f64),
+            ),
+            (
+                "checkpoint.copy_s".into(),
+                seconds(checkpoint.and_then(|c| c.copy_s)),
+            ),
+            (
+                "checkpoint.write_s".into(),
+                seconds(checkpoint.and_then(|c| c.write_s)),
+            ),
+        ]);
         all
     };
     let (stated, played) = (figures(&plan.predicted), figures(&played.prediction));
-    let differ = |x: f64, y: f64| (x - y).abs() > ROUNDING * x.abs().max(y.abs()).max(1e-9);
+    let differ = |x: f64, y: f64| match (x.is_nan(), y.is_nan()) {
+        (false, false) => (x - y).abs() > ROUNDING * x.abs().max(y.abs()).max(1e-9),
+        (none, other) => none != other,
+    };
+    let shown = |x: f64| match x.is_nan() {
+        true => "none".to_string(),
+        false => Figure(x).to_string(),
+    };
     let both = stated.into_iter().zip(played);
     let differing = both.filter(|((_, x), (_, y))| differ(*x, *y));
     let violations = differing.map(|((key, x), (_, y))| Violation {
         place: format!("predicted.{key}"),
         rule: "simulation",
-        expected: format!("{}, as the program takes on the plan's cluster", Figure(y)),
-        actual: Figure(x).to_string(),
+        expected: format!("{}, as the program takes on the plan's cluster", shown(y)),
+        actual: shown(x),
     });
     Ok(violations.collect())
 }
