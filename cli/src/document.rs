@@ -159,7 +159,7 @@ fn said(message: &str, here: &str, what: &str) -> Said {
             "several keys, expected one of them".into()
         }
         "wanted string or table" => "expected a name or a table".into(),
-        other => plain_type(other),
+        other => plain_type(other, what),
     };
     Said { problem, help }
 }
@@ -183,8 +183,55 @@ fn unknown_name(message: &str) -> Option<(&'static str, &str, Vec<&str>)> {
     Some((kind, &rest[..end], known))
 }
 
-/// Puts the type that a parser expected into words.
-fn plain_type(message: &str) -> String {
+/// Puts what a parser says of a value of another type into words: `is a list, expected a number`.
+fn plain_type(message: &str, what: &str) -> String {
+    if message == "expected value" {
+        return "is no value that may stand here".into();
+    }
+    if let Some(rest) = message.strip_prefix("invalid length ")
+        && let Some((n, wanted)) = rest.split_once(", expected ")
+    {
+        return format!("is a list of {n}, expected {}", wanted_type(wanted, what));
+    }
+    let kinds = ["invalid type: ", "invalid value: "];
+    let rest = kinds.into_iter().find_map(|k| message.strip_prefix(k));
+    match rest.and_then(|rest| rest.rsplit_once(", expected ")) {
+        Some((found, wanted)) => format!(
+            "is {}, expected {}",
+            found_type(found),
+            wanted_type(wanted, what)
+        ),
+        None => message.to_string(),
+    }
+}
+
+/// A value that a parser found, in words.
+fn found_type(found: &str) -> &str {
+    let types = [
+        ("map", "an object"),
+        ("sequence", "a list"),
+        ("unit value", "null"),
+        ("unit variant", "a name alone"),
+        ("Option value", "a value that may be left out"),
+    ];
+    if let Some((_, words)) = types.into_iter().find(|(ty, _)| *ty == found) {
+        return words;
+    }
+    let named = [
+        "boolean ",
+        "integer ",
+        "floating point ",
+        "string ",
+        "character ",
+    ];
+    named
+        .into_iter()
+        .find_map(|kind| found.strip_prefix(kind))
+        .unwrap_or(found)
+}
+
+/// The type that a parser wanted, in words.
+fn wanted_type(wanted: &str, what: &str) -> String {
     let types = [
         ("f64", "a number"),
         ("u8", "a whole number from 0 to 255"),
@@ -192,14 +239,37 @@ fn plain_type(message: &str) -> String {
         ("u64", "a whole number from 0"),
         ("usize", "a whole number from 0"),
         ("a boolean", "true or false"),
+        ("a sequence", "a list"),
+        ("a map", "an object"),
+        ("unit", "null"),
+        ("string or map", "a name or an object"),
+        ("wanted string or table", "a name or a table"),
     ];
-    let found = types.into_iter().find_map(|(ty, words)| {
-        let before = message.strip_suffix(ty)?;
-        before
-            .ends_with("expected ")
-            .then(|| format!("{before}{words}"))
-    });
-    found.unwrap_or_else(|| message.to_string())
+    if let Some((_, words)) = types.into_iter().find(|(ty, _)| *ty == wanted) {
+        return words.to_string();
+    }
+    let structs = [
+        "struct ",
+        "internally tagged enum ",
+        "adjacently tagged enum ",
+    ];
+    let name = structs.into_iter().find_map(|s| wanted.strip_prefix(s));
+    match name.map(|name| name.split(' ').next().unwrap_or(name)) {
+        // The document itself.
+        Some(name) if name.eq_ignore_ascii_case(what) => format!("a {what}"),
+        Some(_) => "an object".into(),
+        None => match ["a tuple of size ", "an array of length ", "tuple struct "]
+            .into_iter()
+            .find_map(|t| wanted.strip_prefix(t))
+        {
+            Some(n) if n.parse::<u64>().is_ok() => format!("a list of {n}"),
+            Some(_) => "a list".into(),
+            None => wanted
+                .strip_prefix("enum ")
+                .map_or(wanted, |_| "a name")
+                .to_string(),
+        },
+    }
 }
 
 /// Lists names as `a`, `b` or `c`.
@@ -290,11 +360,11 @@ mod tests {
         let problem = |message: &str, here: &str| said(message, here, "cluster").problem;
         assert_eq!(
             problem("invalid type: string \"x\", expected f64", "\"x\""),
-            "invalid type: string \"x\", expected a number"
+            "is \"x\", expected a number"
         );
         assert_eq!(
             problem("invalid value: integer `-1`, expected u32", "-1"),
-            "invalid value: integer `-1`, expected a whole number from 0 to 4294967295"
+            "is `-1`, expected a whole number from 0 to 4294967295"
         );
         assert_eq!(
             problem(
@@ -304,5 +374,38 @@ mod tests {
             "`fused` alone, expected it with its figures: { fused = { .. } }"
         );
         assert_eq!(problem("missing field `rate`", ""), "missing field `rate`");
+        for (message, words) in [
+            (
+                "invalid type: map, expected a sequence",
+                "is an object, expected a list",
+            ),
+            (
+                "invalid type: sequence, expected a string",
+                "is a list, expected a string",
+            ),
+            (
+                "invalid type: null, expected struct Cluster",
+                "is null, expected a cluster",
+            ),
+            (
+                "invalid type: integer `3`, expected struct Stage",
+                "is `3`, expected an object",
+            ),
+            (
+                "invalid length 0, expected struct Cluster with 17 elements",
+                "is a list of 0, expected a cluster",
+            ),
+            (
+                "invalid length 3, expected a tuple of size 2",
+                "is a list of 3, expected a list of 2",
+            ),
+            (
+                "invalid type: floating point `1.5`, expected u64",
+                "is `1.5`, expected a whole number from 0",
+            ),
+            ("expected value", "is no value that may stand here"),
+        ] {
+            assert_eq!(problem(message, ""), words);
+        }
     }
 }

@@ -294,7 +294,7 @@ fn clusters() {
         (
             "launch_s = 5.0e-6",
             "launch_s = \"fast\"",
-            "invalid type",
+            "is \"fast\", expected a number",
         ),
         (
             "memory_efficiency = 0.6",
@@ -362,7 +362,7 @@ fn places_inside_lists_are_named() {
         &text,
         step,
         "ring_step_s = \"x\"",
-        &[&format!("`{key}`: invalid type")],
+        &[&format!("`{key}`: is \"x\", expected a number")],
     );
     said(
         "c.toml",
