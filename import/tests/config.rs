@@ -220,8 +220,22 @@ fn gpt_oss_is_read_as_it_is_published_and_as_it_is_saved() {
     assert_eq!(windows(&model, 16), [Some(6), None, Some(6), None]);
     let all = parse(gpt_oss(), json!({"sliding_window": null})).unwrap();
     assert_eq!(windows(&all, 16), [None; 4]);
+    // Where nothing is said of the scaling, it is that of the published sizes, as in transformers.
+    let published = json!({"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "original_max_position_embeddings": 4096, "truncate": false});
+    let [silent, stated] = [json!("-"), published]
+        .map(|scaling| parse(gpt_oss(), json!({"rope_scaling": scaling})).unwrap());
+    assert_eq!(silent, stated);
+    assert_ne!(
+        silent,
+        parse(gpt_oss(), json!({"rope_scaling": null})).unwrap()
+    );
+    // By the names that the file has.
+    let error = parse(gpt_oss(), json!({"num_experts_per_tok": 9})).unwrap_err();
+    let named =
+        "fields `num_experts_per_tok` and `num_local_experts` contradict each other: 9 of 8";
+    assert!(error.contains(named), "{error}");
     for (changes, field) in [
-        (json!({"rope_scaling": "-"}), "rope_scaling"),
         (json!({"head_dim": "-"}), "head_dim"),
         (json!({"hidden_act": "gelu"}), "hidden_act"),
         (json!({"swiglu_limit": 0}), "swiglu_limit"),
@@ -411,7 +425,7 @@ fn deepseek_that_is_not_supported_is_refused() {
         (
             3,
             json!({"quantization_config": {"quant_method": "fp8"}}),
-            "null plans and trains the model",
+            "plans and trains the model as if it had never",
         ),
         (
             3,
@@ -1052,8 +1066,9 @@ fn unsupported_features_name_the_field() {
     rejects(
         gpt2(),
         json!({"quantization_config": {"bits": 4}}),
-        "field `quantization_config` is an object; accepted: null (weights are stored in f32, f16 or bf16: null plans and trains \
-         the model as if it had never been quantized, and weights are read from files that have been converted)",
+        "field `quantization_config` is an object; accepted: null (quantized weights are not trained: remove the field, which plans \
+         and trains the model as if it had never been quantized; for --weights, save them in bf16 with transformers \
+         first (from_pretrained with dequantize=True, then save_pretrained))",
     );
     rejects(
         llama(),

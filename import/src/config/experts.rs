@@ -40,13 +40,21 @@ pub(super) fn read(
         "with true the routers' balancing loss is added, which is not supported",
     )?;
     f.number("router_aux_loss_coef", COEFFICIENTS)?;
+    let per_token = "num_experts_per_tok";
     experts.top_k = match family {
-        Family::GptOss => sized(f, "num_experts_per_tok", "experts_per_token", EXPERTS)?,
-        _ => f.required("num_experts_per_tok", EXPERTS)?,
+        Family::GptOss => sized(f, per_token, "experts_per_token", EXPERTS)?,
+        _ => f.required(per_token, EXPERTS)?,
     };
     if experts.top_k > experts.count {
+        // By the names that the file has.
+        let names = |own: &'static str, other: &'static str, f: &mut Fields| match f.has(own) {
+            true => own,
+            false => other,
+        };
+        let few = names(per_token, "experts_per_token", f);
+        let all = names("num_local_experts", "num_experts", f);
         let problem = format!("{} of {} experts", experts.top_k, experts.count);
-        return Err(f.contradiction("num_experts_per_tok", "num_experts", problem));
+        return Err(f.contradiction(few, all, problem));
     }
     Ok(Some(experts))
 }

@@ -100,11 +100,14 @@ pub(super) fn read(mut f: Fields, family: Family) -> Result<LlamaConfig, ImportE
                 is_partial: family == Family::Phi3,
                 has_yarn: family == Family::GptOss,
             };
-            if family == Family::GptOss && !f.has("rope_parameters") && !f.has("rope_scaling") {
-                // transformers would take the published sizes' for it.
-                return Err(f.missing("rope_scaling", "an object, as the published sizes have it"));
+            let mut found = rope(&mut f, &rotations)?;
+            let says = ["rope_parameters", "rope_scaling"];
+            let is_silent = says.iter().all(|name| !f.has(name) && !f.is_null(name));
+            if family == Family::GptOss && is_silent {
+                // As transformers does where nothing is said, which is what the published sizes have.
+                found.scaling = gpt_oss_scaling();
             }
-            (rope(&mut f, &rotations)?, None)
+            (found, None)
         }
     };
     let scale = match family {
@@ -483,6 +486,19 @@ pub(super) fn rope(f: &mut Fields, of: &Rotations) -> Result<Rope, ImportError> 
 /// `share` times.
 fn magnitude(factor: f64, share: f64) -> f64 {
     0.1 * share * factor.ln() + 1.0
+}
+
+/// The default scaling of `GptOssConfig`.
+fn gpt_oss_scaling() -> RopeScaling {
+    let factor = 32.0;
+    RopeScaling::Yarn {
+        factor,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        original_max_position: 4096,
+        truncate: false,
+        magnitude: magnitude(factor, 1.0),
+    }
 }
 
 /// Reads YaRN's scaling, as transformers reads it.

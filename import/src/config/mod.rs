@@ -644,8 +644,9 @@ fn check_common(f: &mut Fields) -> Result<(), ImportError> {
     f.only(
         "quantization_config",
         &[Value::Null],
-        "weights are stored in f32, f16 or bf16: null plans and trains the model as if it had never \
-         been quantized, and weights are read from files that have been converted",
+        "quantized weights are not trained: remove the field, which plans and trains the model as if it \
+         had never been quantized; for --weights, save them in bf16 with transformers first \
+         (from_pretrained with dequantize=True, then save_pretrained)",
     )
 }
 
