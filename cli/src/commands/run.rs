@@ -95,6 +95,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     let first = resume.as_ref().map_or(0, |c| c.step());
     let mut so_far = SoFar {
         first,
+        done: first,
         newest: None,
         rescued: None,
     };
@@ -416,6 +417,16 @@ fn checkpoint(path: &Path, loaded: &Loaded, data: &Dataset) -> Result<Arc<Checkp
         let help = format!("{}; {CHECKPOINTS_ARE}", files::missing_help(path));
         return Err(Failure::new(Exit::BadInput, what).help(help));
     }
+    if runtime::checkpoint::dcp::Source::is_at(path) {
+        let shown = path.display();
+        let what = format!(
+            "--resume {shown}: it is a checkpoint of PyTorch, and no training state of Meshwright"
+        );
+        let help = format!(
+            "make one of it with `meshwright checkpoint convert {shown} --plan PLAN -o NEW`, and give --resume NEW"
+        );
+        return Err(Failure::new(Exit::BadInput, what).help(help));
+    }
     let Found {
         checkpoint,
         passed_over,
@@ -427,7 +438,18 @@ fn checkpoint(path: &Path, loaded: &Loaded, data: &Dataset) -> Result<Arc<Checkp
     if let (Some((origin, before)), Some(now)) = (trained_on, data.seen())
         && let Some(difference) = before.difference(now)
     {
-        let of = |seen: &Seen| format!("{} ({})", seen.file, Bytes(seen.bytes));
+        let of = |seen: &Seen| {
+            let (file, bytes) = (&seen.file, Bytes(seen.bytes));
+            // Where it is the share of validation that differs, the file is the same.
+            let is_same = before.blake3 == now.blake3 && before.tokenizer == now.tokenizer;
+            match is_same {
+                false => format!("{file} ({bytes})"),
+                true => format!(
+                    "{file} ({bytes}), {} tokens of it for training,",
+                    seen.train_tokens
+                ),
+            }
+        };
         crate::say(format_args!(
             "warning: {shown} was trained {difference}: {} then, {} now. The run goes on at sample {} of the new order, as if these had been its data from the start.",
             of(before),
@@ -802,6 +824,7 @@ fn train_all(
         } => {
             let seconds = measured.seconds;
             let tokens_per_s = rates.tokens / seconds;
+            so_far.done = measured.step + 1;
             bar.inc(1);
             bar.set_message(format!(
                 "loss {:.4}, {} {unit}/s, MFU {}",

@@ -84,6 +84,8 @@ pub fn check(args: &RunArgs, loaded: &Loaded) -> Result<(), Failure> {
 pub struct SoFar {
     /// The step at which it began.
     pub first: u64,
+    /// The steps that are known to be done, by this part and those before it.
+    pub done: u64,
     /// The newest checkpoint that it wrote, with its step: another run's in the same folder is not
     /// what goes on.
     pub newest: Option<(PathBuf, u64)>,
@@ -107,17 +109,39 @@ impl SoFar {
         };
         let not = format!("The ranks that are left do not have all states in memory{reason}");
         let began = self.first;
+        let lost = |step: u64| match self.done.saturating_sub(step) {
+            0 => String::new(),
+            n => format!(
+                " {} lost, which the run makes again: it had come to step {}, and goes on from step {step}.",
+                match n {
+                    1 => "1 step is".to_string(),
+                    n => format!("{n} steps are"),
+                },
+                self.done
+            ),
+        };
         match (self.newest, &args.resume) {
             (Some((path, step)), _) => {
-                let words = format!("{not}. The newest checkpoint is {}.", path.display());
+                let words = format!(
+                    "{not}. The newest checkpoint is {}.{}",
+                    path.display(),
+                    lost(step)
+                );
                 (Some(path), step, words)
             }
             (None, Some(path)) => {
-                let words = format!("{not}. The run begins again with {}.", path.display());
+                let words = format!(
+                    "{not}. The run begins again with {}.{}",
+                    path.display(),
+                    lost(began)
+                );
                 (Some(path.clone()), began, words)
             }
             (None, None) => {
-                let words = format!("{not}. There is no checkpoint yet: the run begins anew.");
+                let words = format!(
+                    "{not}. There is no checkpoint yet: the run begins anew.{}",
+                    lost(began)
+                );
                 (None, began, words)
             }
         }
