@@ -69,6 +69,15 @@ fn a_checkpoint_goes_to_pytorch_s_form_and_back() {
         2,
         &["checkpoint of PyTorch", "--plan"],
     );
+    // Where a training state is wanted, the way to make one is said.
+    let how = "meshwright checkpoint convert there --plan PLAN -o NEW";
+    let run = [&RUN[..], &["1", "--resume", "there"]].concat();
+    for args in [&run[..], &["checkpoint", "verify", "there"]] {
+        place
+            .run(args)
+            .expect(3)
+            .says(&["checkpoint of PyTorch", how]);
+    }
     says(
         &["state", "--plan", "plan.json", "-o", "x"],
         2,

@@ -34,6 +34,16 @@ fn all(path: &Path) -> Result<Vec<PathBuf>, Failure> {
         let help = format!("{}; {CHECKPOINTS_ARE}", files::missing_help(path));
         return Err(none("there is no such folder or file", help));
     }
+    if checkpoint::dcp::Source::is_at(path) {
+        let help = format!(
+            "make a training state of it with `meshwright checkpoint convert {} --plan PLAN -o NEW`",
+            path.display()
+        );
+        return Err(none(
+            "is a checkpoint of PyTorch, and no training state of Meshwright",
+            help,
+        ));
+    }
     let all = checkpoint::all(path);
     match all.is_empty() {
         true => Err(none(

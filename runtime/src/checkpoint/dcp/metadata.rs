@@ -18,7 +18,7 @@ pub(super) struct Metadata {
 }
 
 /// A tensor in chunks.
-#[derive(Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub(super) struct Tensor {
     /// The type, as PyTorch names it.
     pub dtype: &'static str,

@@ -33,6 +33,8 @@ pub const METADATA: &str = ".metadata";
 pub const STEP: &str = "meshwright.step";
 /// The type of all states, and what PyTorch calls its storage.
 const F32: (&str, &str) = ("float32", "FloatStorage");
+/// Bytes that are copied at a time.
+const AT_ONCE: usize = 1 << 20;
 /// Longest metadata that are read.
 const LONGEST: u64 = 1 << 28;
 
@@ -77,13 +79,13 @@ pub fn export(from: &Checkpoint, folder: &Path) -> Result<(), RuntimeError> {
             let (start, shape) = piece.place();
             file.seek(SeekFrom::Start(piece.at)).map_err(unread)?;
             let n = 4 * shape.iter().product::<u64>();
+            let mut is_source = false;
             let bytes = archive::write(&mut out, F32, &shape, |out| {
-                match io::copy(&mut (&file).take(n), out)? {
-                    copied if copied == n => Ok(()),
-                    _ => Err(io::ErrorKind::UnexpectedEof.into()),
-                }
+                copy(&file, n, out, &mut is_source)
             });
-            let chunk = chunk(&start, &shape, at, bytes.map_err(unread)?);
+            // Who is at fault is named: the file that is read, or where it is copied to.
+            let bytes = bytes.map_err(|e| if is_source { unread(e) } else { error(e) });
+            let chunk = chunk(&start, &shape, at, bytes?);
             add(path, F32.0, &from.states[path].lens, chunk);
         }
         if i == 0 {
@@ -103,6 +105,20 @@ pub fn export(from: &Checkpoint, folder: &Path) -> Result<(), RuntimeError> {
         .map_err(error)?;
     drop(file);
     unfinished.finish(folder).map_err(error)
+}
+
+/// Copies `n` bytes. Where that fails, `is_source` says whether it was for what is read.
+fn copy(mut from: impl Read, n: u64, to: &mut dyn Write, is_source: &mut bool) -> io::Result<()> {
+    let mut block = vec![0; AT_ONCE];
+    let mut left = n;
+    while left > 0 {
+        let piece = usize::try_from(left).unwrap_or(AT_ONCE).min(AT_ONCE);
+        let piece = &mut block[..piece];
+        from.read_exact(piece).inspect_err(|_| *is_source = true)?;
+        to.write_all(piece)?;
+        left -= piece.len() as u64;
+    }
+    Ok(())
 }
 
 /// A checkpoint of PyTorch.
@@ -182,20 +198,25 @@ impl Source {
         folder: &Path,
     ) -> Result<Imported, RuntimeError> {
         let (metadata, problem_here) = (&self.metadata, |what| problem(&self.folder, what));
-        let missing = wanted.keys().map(String::as_str);
+        let prefix = self.prefix(wanted);
+        let theirs = |path: &str| format!("{prefix}{path}");
+        let missing: Vec<String> = wanted.keys().map(|path| theirs(path)).collect();
+        let missing = missing.iter().map(String::as_str);
         let is_missing = |path: &&str| !metadata.tensors.contains_key(*path);
         let missing: BTreeSet<&str> = missing.filter(is_missing).collect();
         if !missing.is_empty() {
+            let there: BTreeSet<&str> = metadata.tensors.keys().map(String::as_str).collect();
             return Err(problem_here(format!(
-                "it has no tensor {}, as the plan's states are called",
-                listed(&missing)
+                "it has no tensor {}, as the plan's states are called; it has {}",
+                listed(&missing),
+                listed(&there)
             )));
         }
         // A file of ours has a state once: of two chunks in one file of theirs, the second is in
         // another.
         let mut files: BTreeMap<(&str, usize), Vec<(&str, &Chunk)>> = BTreeMap::new();
         for (path, lens) in wanted {
-            let tensor = &metadata.tensors[path];
+            let tensor = &metadata.tensors[&theirs(path)];
             if tensor.lens != *lens {
                 let theirs = &tensor.lens;
                 return Err(problem_here(format!(
@@ -223,16 +244,40 @@ impl Source {
                     shape: chunk.shape.clone(),
                 })
                 .collect();
-            let open = |n: usize| self.open_chunk(parts[n].0, F32.0, parts[n].1);
+            let open = |n: usize| self.open_chunk(&theirs(parts[n].0), F32.0, parts[n].1);
             shards.push(shard::copy(unfinished.path(), i, written, &open)?);
         }
         let path = commit(folder, usize::MAX, &unfinished, origin, shards)?;
         let others = metadata.tensors.keys().filter(|name| *name != STEP);
-        let others = others.filter(|name| !wanted.contains_key(*name));
+        let is_wanted = |name: &str| {
+            name.strip_prefix(&prefix)
+                .is_some_and(|n| wanted.contains_key(n))
+        };
+        let others = others.filter(|name| !is_wanted(name));
         Ok(Imported {
             path,
             left_out: others.chain(&metadata.objects).cloned().collect(),
         })
+    }
+
+    /// What stands before the names of all states that are wanted, as when a module was wrapped
+    /// (`module.`, `_orig_mod.`) or saved under a key (`model.`); empty where they stand as they are, or
+    /// where there is no one such prefix.
+    fn prefix(&self, wanted: &BTreeMap<String, Vec<u64>>) -> String {
+        let has_all = |prefix: &str| {
+            let mut names = wanted.keys().map(|path| format!("{prefix}{path}"));
+            names.all(|name| self.metadata.tensors.contains_key(&name))
+        };
+        let Some(first) = wanted.keys().next().filter(|_| !has_all("")) else {
+            return String::new();
+        };
+        let names = self.metadata.tensors.keys();
+        let prefixes = names.filter_map(|name| name.strip_suffix(first.as_str()));
+        let mut prefixes = prefixes.filter(|prefix| prefix.ends_with('.') && has_all(prefix));
+        match (prefixes.next(), prefixes.next()) {
+            (Some(one), None) => one.to_string(),
+            _ => String::new(),
+        }
     }
 
     /// A chunk's file, where its elements begin.

@@ -87,6 +87,63 @@ fn states_are_the_same_to_the_bit_there_and_back() {
     assert_eq!(names(dir.path()), ["state", "there"], "nothing is left");
 }
 
+/// A module that was wrapped or saved under a key has all names behind a prefix.
+#[test]
+fn names_behind_a_prefix_are_found() {
+    let dir = tempfile::tempdir().unwrap();
+    let (state, there) = (dir.path().join("state"), dir.path().join("there"));
+    std::fs::create_dir(&state).unwrap();
+    let from = checkpoint(&state);
+    export(&from, &there).unwrap();
+    let mut source = Source::open(&there).unwrap();
+    let tensors = std::mem::take(&mut source.metadata.tensors);
+    let renamed = |(name, tensor): (String, Tensor)| match name == STEP {
+        true => (name, tensor),
+        false => (format!("model.module.{name}"), tensor),
+    };
+    source.metadata.tensors = tensors.into_iter().map(renamed).collect();
+    let other = source.metadata.tensors["model.module.h.0.weight"].clone();
+    source.metadata.tensors.insert("head.weight".into(), other);
+    let imported = source.import(&wanted(&from), origin(30), &state).unwrap();
+    assert_eq!(imported.left_out, ["head.weight"]);
+    assert_eq!(shards(&imported.path), shards(from.path()));
+    // Where a part of them has it, what is there is said.
+    let moved = source
+        .metadata
+        .tensors
+        .remove("model.module.moment1.h.0.bias");
+    source
+        .metadata
+        .tensors
+        .insert("bias".into(), moved.unwrap());
+    let said = source
+        .import(&wanted(&from), origin(30), &state)
+        .unwrap_err();
+    assert!(
+        said.to_string().contains("it has `bias`, `head.weight`"),
+        "{said}"
+    );
+}
+
+/// A target that is full is named, not the file that is copied.
+#[test]
+fn who_cannot_be_copied_is_told_from_where_it_goes() {
+    struct Full;
+    impl Write for Full {
+        fn write(&mut self, _: &[u8]) -> io::Result<usize> {
+            Err(io::ErrorKind::StorageFull.into())
+        }
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+    let mut is_source = false;
+    let said = copy(&[0; 8][..], 8, &mut Full, &mut is_source).unwrap_err();
+    assert!(said.kind() == io::ErrorKind::StorageFull && !is_source);
+    let said = copy(&[0; 7][..], 8, &mut io::sink(), &mut is_source).unwrap_err();
+    assert!(said.kind() == io::ErrorKind::UnexpectedEof && is_source);
+}
+
 #[test]
 fn what_is_not_as_the_plan_has_it_is_named() {
     let dir = tempfile::tempdir().unwrap();
