@@ -334,26 +334,32 @@ fn an_export_for_megatron_is_read_back_as_its_plan() {
 
 #[test]
 fn slots_of_experts_are_read_back_and_dropped_tokens_are_said() {
-    // Uneven slots: 1.3 times 2 x 1000 / 128 tokens are 21 slots.
-    for (capacity, sequence, pins) in [
+    // 1.3 times 2 x 1000 / 16 tokens are 163 slots: as a factor, 1.304.
+    for (capacity, stated, sequence, pins) in [
         (
             "1.25",
+            "1.25",
             "2048",
-            "data=4 expert=4 tensor=1 pipeline=2 zero=1 microbatch=4",
+            "data=4 expert=4 tensor=2 pipeline=1 zero=1 microbatch=4",
         ),
         (
             "1.3",
+            "1.304",
             "1000",
             "data=8 expert=8 tensor=1 pipeline=1 zero=1 microbatch=8",
         ),
         (
             "2",
+            "2",
             "1024",
             "data=4 expert=2 tensor=1 pipeline=2 zero=1 microbatch=4",
         ),
     ] {
+        let model = Place::new();
+        model.write("moe.json", MIXTURE);
+        let file = model.path("moe.json").display().to_string();
         let compile = [
-            "qwen3-30b-a3b",
+            file.as_str(),
             "--global-batch",
             "16",
             "--sequence",
@@ -367,22 +373,25 @@ fn slots_of_experts_are_read_back_and_dropped_tokens_are_said() {
         ];
         let [exported, imported] = round_trip(&compile, "megatron-core", "out/launch.sh", &[]);
         let dropped = exported["not_expressed"].to_string();
-        assert!(
-            dropped.contains("tokens beyond them are dropped"),
-            "{exported}"
-        );
+        let said = "tokens beyond them are dropped";
+        assert!(dropped.contains(said), "{exported}");
         let remarks = imported["remarks"].to_string();
-        let said = format!("slots for {capacity} times the tokens that it gets on average");
+        let said = format!("slots for {stated} times the tokens that it gets on average");
         assert!(remarks.contains(&said), "{remarks}");
         let notes = imported["notes"].as_array().unwrap();
-        let uncounted: Vec<&Value> = notes
-            .iter()
-            .filter(|n| n["kind"] == "not_modelled")
-            .collect();
-        assert_eq!(uncounted.len(), 0, "{uncounted:?}");
+        let uncounted = notes.iter().filter(|n| n["kind"] == "not_modelled");
+        assert_eq!(uncounted.count(), 0, "{notes:?}");
         assert_same([exported, imported]);
     }
 }
+
+/// A mixture of sixteen experts in four blocks.
+const MIXTURE: &str = r#"{
+  "model_type": "mixtral", "vocab_size": 32768, "max_position_embeddings": 4096, "hidden_size": 1024,
+  "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8,
+  "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "num_local_experts": 16,
+  "num_experts_per_tok": 2, "tie_word_embeddings": false
+}"#;
 
 /// Flags that describe a model: windows of attention, and the blocks of Nemotron.
 #[test]
