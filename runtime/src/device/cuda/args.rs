@@ -73,12 +73,18 @@ impl Source {
 
 /// The text before every file.
 pub(super) const PRELUDE: &str = include_str!("kernels/prelude.cuh");
-pub(super) const ATTENTION: Source =
-    Source::new("attention.cu", include_str!("kernels/attention.cu"));
+pub(super) const ATTENTION: Source = Source::new(
+    "attention.cu",
+    concat!(
+        include_str!("kernels/scores.cuh"),
+        include_str!("kernels/attention.cu")
+    ),
+);
 pub(super) const ATTENTION_TILES: Source = Source::new(
     "attention_tiles.cu",
     concat!(
         include_str!("kernels/mma.cuh"),
+        include_str!("kernels/scores.cuh"),
         include_str!("kernels/tiles.cuh"),
         include_str!("kernels/attention_tiles.cu")
     ),
@@ -87,6 +93,7 @@ pub(super) const ATTENTION_TILES_GRAD: Source = Source::new(
     "attention_tiles_grad.cu",
     concat!(
         include_str!("kernels/mma.cuh"),
+        include_str!("kernels/scores.cuh"),
         include_str!("kernels/tiles.cuh"),
         include_str!("kernels/attention_tiles_grad.cu")
     ),
@@ -124,12 +131,42 @@ pub(super) const SOURCES: [Source; 14] = [
     UPDATE,
 ];
 
-/// Names of the element types of operands and results: `T0`.. and `O0`.. of the kernels. What a
-/// call does not name is `f32`.
+/// How an attention is more than the plain one, each a switch of its kernels (`scores.cuh`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(super) struct Scores {
+    /// Queries look back over a window.
+    pub window: bool,
+    /// Scores have a cap.
+    pub cap: bool,
+    /// Scores fall with the distance.
+    pub slopes: bool,
+    /// Values are not as wide as keys.
+    pub values: bool,
+    /// The log-sum-exp has a gradient.
+    pub lse_gradient: bool,
+}
+
+impl Scores {
+    /// The switches that are on, by their names.
+    fn switches(self) -> impl Iterator<Item = &'static str> {
+        let all = [
+            ("HAS_WINDOW", self.window),
+            ("HAS_CAP", self.cap),
+            ("HAS_SLOPES", self.slopes),
+            ("HAS_VALUES", self.values),
+            ("HAS_LSE_GRADIENT", self.lse_gradient),
+        ];
+        all.into_iter().filter(|s| s.1).map(|s| s.0)
+    }
+}
+
+/// For what a file is compiled: the names of the element types of operands and results, `T0`.. and
+/// `O0`.. of the kernels, and the switches of attentions. What a call does not name is `f32`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) struct Types {
     pub x: [&'static str; OPERANDS],
     pub y: [&'static str; RESULTS],
+    pub scores: Scores,
 }
 
 impl Default for Types {
@@ -137,6 +174,7 @@ impl Default for Types {
         Types {
             x: ["f32"; OPERANDS],
             y: ["f32"; RESULTS],
+            scores: Scores::default(),
         }
     }
 }
@@ -148,6 +186,7 @@ impl Types {
         let y = self.y.iter().enumerate();
         x.map(|(i, t)| format!("-DT{i}={t}"))
             .chain(y.map(|(i, t)| format!("-DO{i}={t}")))
+            .chain(self.scores.switches().map(|s| format!("-D{s}=1")))
             .collect()
     }
 }

@@ -277,6 +277,10 @@ pub(super) fn cases(t: DType) -> Vec<Case> {
     add(OpKind::Unstack { dim }, &[s(&[4, 3, 5])], &parts);
     add(OpKind::Stack { dim }, &parts, &[s(&[4, 3, 5])]);
     add(OpKind::Layout, &[p(&padded)], &[p(&padded)]);
+    for (shared, own) in [(3, 4), (8, 16)] {
+        let both = [s(&[2, 5, shared]), s(&[2, 5, 3, own])];
+        add(OpKind::Join, &both, &[s(&[2, 5, 3, shared + own])]);
+    }
     // By words of 16, 8 and 4 bytes, as lengths and beginnings allow.
     for width in [16, 12, 8, 4, 2] {
         let parts = [s(&[40, width]), s(&[40, width]), s(&[40, width])];
@@ -514,7 +518,7 @@ pub(super) fn context() -> Context {
 }
 
 /// Memory that every small case fits.
-pub(super) const SMALL: usize = 1 << 20;
+pub(super) const SMALL: usize = 2 << 20;
 
 /// Who is asked for a case.
 pub(super) fn multipliers(case: &Case) -> &'static [Multiplier] {
@@ -638,14 +642,7 @@ fn real(samples: u64, tokens: u64) -> Vec<(String, Case, f64)> {
             add(name, einsum(text), vec![l, r], vec![to], flops);
         }
     }
-    // Attention of this step and, where it has 8 samples of 1024 tokens, of the steps that are
-    // measured: GPT-2 124M's, and those of Llama-like models with as many heads of keys as of
-    // queries and with half of them.
-    all.extend(attention::real([samples, tokens, 12, 1, 64]));
-    all.extend(attention::real([8 * samples, tokens, 12, 1, 64]));
-    let half = samples.div_ceil(2);
-    all.extend(attention::real([half, 4 * tokens, 16, 1, 128]));
-    all.extend(attention::real([half, 4 * tokens, 8, 2, 128]));
+    all.extend(attention::timed(samples, tokens));
     all.extend(experts::real([samples, tokens]));
     let mut add = |name: String, op: OpKind, xs: Vec<Local>, ys: Vec<Local>, flops: f64| {
         all.push((name, Case(op, xs, ys), flops));

@@ -262,6 +262,7 @@ impl Cuda {
                     context,
                     scratch,
                     has_library: false,
+                    shared: self.gpu.shared,
                 };
                 op.check()?;
                 if !op.copied().is_empty() {

@@ -4,6 +4,7 @@
 use super::args::{Span, Step};
 use super::joined::{Part as Joint, parts};
 use super::ops::{self, Op, Part};
+use crate::RuntimeError;
 use crate::execute::joined::{FEWEST, joined};
 use crate::execute::{Context, Local};
 use ir::program::{InstrKind, RoleProgram};
@@ -54,7 +55,7 @@ fn steps_of(role: &RoleProgram, kind: &InstrKind) -> Option<Vec<Step>> {
             kind,
             inputs,
             outputs,
-        } => computed(role, (path, kind), inputs, outputs),
+        } => computed(role, (path, kind), inputs, outputs)?.ok(),
         InstrKind::Fill { value, output } => {
             let y = local_of(role, output)?;
             let bytes = role.buffers.get(output.index())?.bytes;
@@ -68,17 +69,16 @@ fn steps_of(role: &RoleProgram, kind: &InstrKind) -> Option<Vec<Step>> {
     }
 }
 
-fn computed(
+/// The steps of an op as a program has it; none where it has not the buffers, an error where there
+/// are no kernels for it.
+pub(super) fn computed(
     role: &RoleProgram,
     (path, kind): (&str, &OpKind),
     inputs: &[BufferId],
     outputs: &[BufferId],
-) -> Option<Vec<Step>> {
-    if !ops::has_kernel(kind, inputs.len()) {
-        return None;
-    }
+) -> Option<Result<Vec<Step>, RuntimeError>> {
     if kind.is_source() {
-        return Some(Vec::new());
+        return Some(Ok(Vec::new()));
     }
     let locals = |ids: &[BufferId]| {
         let all = ids.iter().map(|id| local_of(role, id));
@@ -118,11 +118,13 @@ fn computed(
         },
         scratch: APART / 2,
         has_library: true,
+        shared: ops::MUCH_SHARED,
     };
-    op.check().ok()?;
-    let mut steps = op.steps().ok()?;
-    steps.extend(y.iter().filter_map(|y| ops::pad(*y)));
-    Some(steps)
+    let padded = |mut steps: Vec<Step>| {
+        steps.extend(y.iter().filter_map(|y| ops::pad(*y)));
+        steps
+    };
+    Some(op.check().and_then(|()| op.steps()).map(padded))
 }
 
 /// Launches of an instruction that is alone.

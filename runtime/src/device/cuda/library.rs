@@ -6,6 +6,7 @@ use super::args::{Call, PRELUDE, Source, Types};
 use super::places;
 use super::products::Chosen;
 use crate::error::RuntimeError;
+use cudarc::driver::sys::CUdevice_attribute;
 use cudarc::driver::{CudaContext, CudaModule, DriverError};
 use cudarc::nvrtc::{CompileError, CompileOptions, compile_ptx_with_opts};
 use std::collections::BTreeMap;
@@ -24,6 +25,8 @@ type Modules = BTreeMap<(&'static str, Types), Arc<CudaModule>>;
 pub(super) struct Gpu {
     pub context: Arc<CudaContext>,
     pub name: String,
+    /// Most bytes of shared memory that a launch may ask for.
+    pub shared: u32,
     architecture: String,
     modules: Mutex<Modules>,
     pub chosen: Chosen,
@@ -112,17 +115,23 @@ impl Gpu {
             // SAFETY: no memory is cudarc's to follow; the program's events order all work.
             unsafe { context.disable_event_tracking() };
             let (major, minor) = context.compute_capability()?;
+            let shared = context.attribute(
+                CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+            )?;
             Ok((
                 Arc::clone(&context),
                 context.name()?,
+                shared,
                 format!("compute_{major}{minor}"),
             ))
         }));
         let opened = opened.map_err(|_| absent("the NVIDIA driver lacks functions of CUDA 13"))?;
-        let (context, name, architecture) = opened.map_err(|e| failed("opening the GPU", e))?;
+        let (context, name, shared, architecture) =
+            opened.map_err(|e| failed("opening the GPU", e))?;
         let gpu = Arc::new(Gpu {
             context,
             name,
+            shared: u32::try_from(shared).unwrap_or(0),
             architecture,
             modules: Mutex::default(),
             chosen: Chosen::default(),
@@ -182,16 +191,18 @@ fn compile(
 
 #[cfg(test)]
 mod tests {
+    use super::super::args::{ATTENTION, Scores};
     use super::super::args::{ATTENTION_TILES, ATTENTION_TILES_GRAD, EXPERTS, MOVEMENT, SOURCES};
     use super::*;
     use cudarc::nvrtc::result;
     use std::ffi::CString;
 
     /// The assembler's words on a file's kernels for bf16, one a line.
-    fn assembled(source: Source, architecture: &str) -> String {
+    fn assembled(source: Source, scores: Scores, architecture: &str) -> String {
         let types = Types {
             x: ["bf16"; 8],
             y: ["bf16"; 4],
+            scores,
         };
         let mut options = types.options();
         options.push(format!("--gpu-architecture={architecture}"));
@@ -221,20 +232,39 @@ mod tests {
         }
         for architecture in ["sm_80", "sm_90", "sm_100"] {
             for source in [ATTENTION_TILES, ATTENTION_TILES_GRAD, EXPERTS] {
-                let log = assembled(source, architecture);
-                let spills: Vec<u32> = log
-                    .split(" bytes spill stores")
-                    .filter_map(|before| before.rsplit([' ', ',']).next()?.parse().ok())
-                    .collect();
-                assert!(spills.len() > 1, "{}: {log}", source.name);
-                // A few words of what is used once a tile.
-                assert!(
-                    spills.iter().all(|bytes| *bytes <= 64),
-                    "{} for {architecture}: {spills:?}",
-                    source.name
-                );
+                spill_little(source, Scores::default(), architecture);
             }
         }
+        // With every switch, for which compilers need as long again.
+        if std::env::var("RUN_SLOW_TESTS").is_ok_and(|v| v == "1") {
+            for source in [ATTENTION_TILES, ATTENTION_TILES_GRAD] {
+                spill_little(source, EVERYTHING, "sm_90");
+            }
+        }
+    }
+
+    /// An attention with every switch.
+    const EVERYTHING: Scores = Scores {
+        window: true,
+        cap: true,
+        slopes: true,
+        values: true,
+        lse_gradient: true,
+    };
+
+    fn spill_little(source: Source, scores: Scores, architecture: &str) {
+        let log = assembled(source, scores, architecture);
+        let spills: Vec<u32> = log
+            .split(" bytes spill stores")
+            .filter_map(|before| before.rsplit([' ', ',']).next()?.parse().ok())
+            .collect();
+        assert!(spills.len() > 1, "{}: {log}", source.name);
+        // A few words of what is used once a tile.
+        assert!(
+            spills.iter().all(|bytes| *bytes <= 64),
+            "{} for {architecture}, {scores:?}: {spills:?}",
+            source.name
+        );
     }
 
     /// With NVIDIA's compiler, which a Python package has (`nvidia-cuda-nvrtc==13.0.*`, its `lib`
@@ -257,6 +287,7 @@ mod tests {
                     let mut types = Types {
                         x: [name; 8],
                         y: [name; 4],
+                        scores: Scores::default(),
                     };
                     let words: &[&str] = match source.name == MOVEMENT.name {
                         true if name == "f32" => &["u32", "u64", "Quad"],
@@ -270,6 +301,14 @@ mod tests {
                     }
                 }
             }
+        }
+        let types = Types {
+            x: ["bf16"; 8],
+            y: ["bf16"; 4],
+            scores: EVERYTHING,
+        };
+        for source in [ATTENTION, ATTENTION_TILES, ATTENTION_TILES_GRAD] {
+            compile(source, &types, "compute_90").unwrap_or_else(|e| panic!("every switch: {e}"));
         }
     }
 }

@@ -187,19 +187,20 @@ fn allow_shared(function: &CudaFunction, call: &Call) -> Result<(), RuntimeError
     Ok(())
 }
 
-/// Fails where an op of a program has no kernel, by its name: before a run rather than in it.
+/// Fails where there are no kernels for an op as a program has it, by its name: before a run rather
+/// than in it.
 pub fn check(program: &Program) -> Result<(), RuntimeError> {
     for role in &program.roles {
         for instruction in role.templates.iter().flat_map(|t| &t.instructions) {
             if let InstrKind::Compute {
-                path, kind, inputs, ..
+                path,
+                kind,
+                inputs,
+                outputs,
             } = &instruction.kind
-                && !ops::has_kernel(kind, inputs.len())
+                && let Some(Err(e)) = launches::computed(role, (path, kind), inputs, outputs)
             {
-                return Err(RuntimeError::Kernel {
-                    op: format!("{path} ({})", kind.name()),
-                    problem: "the CUDA backend has no kernel for it yet; CPU ranks have".into(),
-                });
+                return Err(e);
             }
         }
     }
@@ -485,6 +486,7 @@ impl Cuda {
             context,
             scratch: 0,
             has_library: self.products.is_some(),
+            shared: self.gpu.shared,
         };
         named.check()?;
         let mut copies = Vec::new();

@@ -10,7 +10,8 @@
 // query, first stored key, chunk and ranks of the order, whether the results of an earlier part
 // are continued; from 13 on the mask of dropout: whether there is one, first sample, kv head and
 // group, lengths of queries, kv heads, groups and keys of the whole tensor, and four words of the
-// key. f = scale of the scores, dropout probability, what keeps the mean.
+// key; 25 and 26 are those of scores.cuh. f = scale of the scores, dropout probability, what keeps
+// the mean, cap of the scores.
 
 #define LANES 32
 #define WARPS 4
@@ -19,14 +20,40 @@
 struct Sizes {
     i64 batch, queries, heads, groups, dim, keys, valid_queries, valid_keys;
     float scale;
+    i64 value; // width of values and results
+
+    // Whether a query sees a key.
+    __device__ __forceinline__ bool sees(const Args &a, i64 query, i64 key) const {
+        return key <= query && (!HAS_WINDOW || query - key < a.n[26]);
+    }
+    // The score of a product over this distance, and what its slope by the product is times.
+    __device__ __forceinline__ float score(const Args &a, float product, i64 distance, float slope,
+                                           float &rate) const {
+        float s = scale * product;
+        rate = 1.0f;
+        if (HAS_CAP) {
+            const float cap = (float)a.f[3], t = tanhf(s / cap);
+            s = cap * t;
+            rate = 1.0f - t * t;
+        }
+        if (HAS_SLOPES) s -= slope * (float)distance;
+        return s;
+    }
 };
 
 DEVICE Sizes sizes(const Args &a) {
-    Sizes s = {a.n[0], a.n[1], a.n[2], a.n[3], a.n[4], a.n[5], a.n[6], a.n[7], (float)a.f[0]};
+    Sizes s = {a.n[0], a.n[1], a.n[2], a.n[3], a.n[4], a.n[5], a.n[6], a.n[7], (float)a.f[0],
+               a.n[HAS_VALUES ? 25 : 4]};
     return s;
 }
 DEVICE i64 query_position(const Args &a, i64 i) { return position(a.n[8] + i, a.n[10], a.n[11]); }
 DEVICE i64 key_position(const Args &a, i64 j) { return position(a.n[9] + j, a.n[10], a.n[11]); }
+
+// Where the keys of a query's window begin, or whole LANES before: sums have the same order then.
+DEVICE i64 first_key(const Args &a, i64 query) {
+    const i64 j = query - a.n[26] + 1 - a.n[9];
+    return HAS_WINDOW && a.n[10] == 0 && j > 0 ? j / LANES * LANES : 0;
+}
 
 // The factor of a probability; elements are named by sample, positions and heads.
 DEVICE float kept(const Args &a, i64 b, i64 kv, i64 g, i64 query, i64 key) {
@@ -67,18 +94,21 @@ KERNEL(attention) {
         sum = most == -INFINITE ? 0.0f : 1.0f;
         for (int e = 0; e < MOST; e++) {
             i64 d = lane + LANES * e;
-            if (d < s.dim) acc[e] = o_before[row * s.dim + d];
+            if (d < s.value) acc[e] = o_before[row * s.value + d];
         }
     }
     // By position nothing is visible after the query.
     i64 n_keys = s.valid_keys;
     if (a.n[10] == 0 && query - a.n[9] + 1 < n_keys) n_keys = query - a.n[9] + 1;
-    for (i64 j0 = 0; j0 < n_keys; j0 += LANES) {
+    const float slope = slope_of(a, kv, g);
+    for (i64 j0 = first_key(a, query); j0 < n_keys; j0 += LANES) {
         const i64 j = j0 + lane;
         const i64 key = key_position(a, j);
-        float score = -INFINITE;
-        if (j < n_keys && key <= query)
-            score = s.scale * dot(q, row * s.dim, k, ((b * s.keys + j) * s.heads + kv) * s.dim, s.dim);
+        float score = -INFINITE, rate;
+        if (j < n_keys && s.sees(a, query, key)) {
+            const i64 at = ((b * s.keys + j) * s.heads + kv) * s.dim;
+            score = s.score(a, dot(q, row * s.dim, k, at, s.dim), query - key, slope, rate);
+        }
         const float now = larger(warp_max(score), most);
         if (now == -INFINITE) continue;
         float p = score == -INFINITE ? 0.0f : expf(score - now);
@@ -91,22 +121,29 @@ KERNEL(attention) {
         const int n = n_keys - j0 < LANES ? (int)(n_keys - j0) : LANES;
         for (int e = 0; e < MOST; e++) {
             i64 d = lane + LANES * e;
-            if (d >= s.dim) break;
+            if (d >= s.value) break;
             float total = acc[e] * before;
             for (int t = 0; t < n; t++)
-                total += probabilities[warp][t] * v[((b * s.keys + j0 + t) * s.heads + kv) * s.dim + d];
+                total += probabilities[warp][t] * v[((b * s.keys + j0 + t) * s.heads + kv) * s.value + d];
             acc[e] = total;
         }
         __syncwarp();
     }
     for (int e = 0; e < MOST; e++) {
         i64 d = lane + LANES * e;
-        if (d < s.dim) o.set(row * s.dim + d, sum == 0.0f ? 0.0f : acc[e] / sum);
+        if (d < s.value) o.set(row * s.value + d, sum == 0.0f ? 0.0f : acc[e] / sum);
     }
     if (lane == 0) lse.set(row, sum == 0.0f ? -INFINITE : most + logf(sum));
 }
 
-// q, k, v, o, lse, do and, where it continues, dq, to dq.
+// The product of a row of o and do, less the gradient of its log-sum-exp where it has one.
+DEVICE float delta_of(const Args &a, float product, i64 row) {
+    if (!HAS_LSE_GRADIENT) return product;
+    In<T6> d_lse(a.x[6]);
+    return product - d_lse[row];
+}
+
+// q, k, v, o, lse, do, the gradient of lse where it has one, and, where it continues, dq, to dq.
 KERNEL(attention_grad_q) {
     In<T0> q(a.x[0]);
     In<T1> k(a.x[1]);
@@ -128,21 +165,23 @@ KERNEL(attention_grad_q) {
     for (int e = 0; e < MOST; e++) {
         i64 d = lane + LANES * e;
         acc[e] = 0.0f;
-        if (d < s.dim) delta += o[row * s.dim + d] * d_o[row * s.dim + d];
+        if (d < s.value) delta += o[row * s.value + d] * d_o[row * s.value + d];
     }
-    delta = warp_sum(delta);
+    delta = delta_of(a, warp_sum(delta), row);
     i64 n_keys = s.valid_keys;
     if (a.n[10] == 0 && query - a.n[9] + 1 < n_keys) n_keys = query - a.n[9] + 1;
     if (norm == -INFINITE) n_keys = 0;
-    for (i64 j0 = 0; j0 < n_keys; j0 += LANES) {
+    const float falls = slope_of(a, kv, g);
+    for (i64 j0 = first_key(a, query); j0 < n_keys; j0 += LANES) {
         const i64 j = j0 + lane;
         const i64 key = key_position(a, j);
         float slope = 0.0f;
-        if (j < n_keys && key <= query) {
-            const i64 at = ((b * s.keys + j) * s.heads + kv) * s.dim;
-            float p = expf(s.scale * dot(q, row * s.dim, k, at, s.dim) - norm);
-            float dp = dot(d_o, row * s.dim, v, at, s.dim);
-            slope = p * (kept(a, b, kv, g, query, key) * dp - delta);
+        if (j < n_keys && s.sees(a, query, key)) {
+            const i64 at = (b * s.keys + j) * s.heads + kv;
+            float rate, product = dot(q, row * s.dim, k, at * s.dim, s.dim);
+            float p = expf(s.score(a, product, query - key, falls, rate) - norm);
+            float dp = dot(d_o, row * s.value, v, at * s.value, s.value);
+            slope = p * (kept(a, b, kv, g, query, key) * dp - delta) * rate;
         }
         slopes[warp][lane] = slope;
         __syncwarp();
@@ -160,7 +199,11 @@ KERNEL(attention_grad_q) {
         if (d >= s.dim) break;
         float before = 0.0f;
         if (a.n[12]) {
+#if HAS_LSE_GRADIENT
+            In<T7> dq_before(a.x[7]);
+#else
             In<T6> dq_before(a.x[6]);
+#endif
             before = dq_before[row * s.dim + d];
         }
         dq.set(row * s.dim + d, before + s.scale * acc[e]);
@@ -190,20 +233,24 @@ KERNEL(attention_grad_kv) {
     // By position nothing before the key sees it.
     i64 i0 = 0;
     if (a.n[10] == 0 && key > a.n[8]) i0 = (key - a.n[8]) / LANES * LANES;
-    for (; i0 < n_queries; i0 += LANES)
+    // Nor does what is a window behind it.
+    i64 end = n_queries;
+    if (HAS_WINDOW && a.n[10] == 0 && key + a.n[26] - a.n[8] < end) end = key + a.n[26] - a.n[8];
+    for (; i0 < end; i0 += LANES)
         for (i64 g = 0; g < s.groups; g++) {
             const i64 i = i0 + lane;
             const i64 query = query_position(a, i);
             float slope = 0.0f, p = 0.0f;
-            if (i < n_queries && key <= query) {
+            if (i < n_queries && s.sees(a, query, key)) {
                 const i64 of_q = ((b * s.queries + i) * s.heads + kv) * s.groups + g;
                 const float norm = lse[of_q];
                 if (norm != -INFINITE) {
-                    p = expf(s.scale * dot(q, of_q * s.dim, k, row * s.dim, s.dim) - norm);
-                    float dp = dot(d_o, of_q * s.dim, v, row * s.dim, s.dim);
-                    float delta = dot(d_o, of_q * s.dim, o, of_q * s.dim, s.dim);
+                    float rate, product = dot(q, of_q * s.dim, k, row * s.dim, s.dim);
+                    p = expf(s.score(a, product, query - key, slope_of(a, kv, g), rate) - norm);
+                    float dp = dot(d_o, of_q * s.value, v, row * s.value, s.value);
+                    float delta = dot(d_o, of_q * s.value, o, of_q * s.value, s.value);
                     float keep = kept(a, b, kv, g, query, key);
-                    slope = p * (keep * dp - delta);
+                    slope = p * (keep * dp - delta_of(a, delta, of_q)) * rate;
                     p *= keep;
                 }
             }
@@ -213,19 +260,18 @@ KERNEL(attention_grad_kv) {
             const int n = n_queries - i0 < LANES ? (int)(n_queries - i0) : LANES;
             for (int e = 0; e < MOST; e++) {
                 i64 d = lane + LANES * e;
-                if (d >= s.dim) break;
+                if (d >= s.dim && d >= s.value) break;
                 for (int t = 0; t < n; t++) {
-                    i64 at = (((b * s.queries + i0 + t) * s.heads + kv) * s.groups + g) * s.dim + d;
-                    acc_k[e] += slopes[warp][t] * q[at];
-                    acc_v[e] += probabilities[warp][t] * d_o[at];
+                    i64 of_q = ((b * s.queries + i0 + t) * s.heads + kv) * s.groups + g;
+                    if (d < s.dim) acc_k[e] += slopes[warp][t] * q[of_q * s.dim + d];
+                    if (d < s.value) acc_v[e] += probabilities[warp][t] * d_o[of_q * s.value + d];
                 }
             }
             __syncwarp();
         }
     for (int e = 0; e < MOST; e++) {
         i64 d = lane + LANES * e;
-        if (d >= s.dim) break;
-        dk.set(row * s.dim + d, s.scale * acc_k[e]);
-        dv.set(row * s.dim + d, acc_v[e]);
+        if (d < s.dim) dk.set(row * s.dim + d, s.scale * acc_k[e]);
+        if (d < s.value) dv.set(row * s.value + d, acc_v[e]);
     }
 }

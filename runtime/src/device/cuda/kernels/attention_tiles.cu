@@ -6,7 +6,8 @@
 // last queries, which see most keys, come first. No atomic additions: every sum has its order.
 //
 // n = as in attention.cu; the grid has tiles of queries, heads and samples. Head dims are multiples
-// of 8, and of the kernel's HEAD the rest is zero. The scale is above zero.
+// of 8, and of the kernel's HEAD, or VALUE for values, the rest is zero. The scale is above zero.
+// Tiles wholly before a window are left out, by the block and by each warp.
 
 // Over the four lanes that share a row.
 DEVICE float row_max(float v) {
@@ -78,7 +79,7 @@ template <int HEAD> struct Rows {
 };
 
 // The larger kernel has no registers left for its queries: they stay in shared memory.
-template <int HEAD, int SLOTS> DEVICE void forward(const Args &a) {
+template <int HEAD, int VALUE, int SLOTS> DEVICE void forward(const Args &a) {
     constexpr int ROWS = 128, THREADS = 128;
     constexpr bool KEEPS = HEAD <= 64;
     In<T0> q(a.x[0]), k(a.x[1]), v(a.x[2]);
@@ -90,18 +91,27 @@ template <int HEAD, int SLOTS> DEVICE void forward(const Args &a) {
     const int first = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, mine = first + 32 * h.warp;
     int n_keys = first + ROWS + h.ahead;
     if (n_keys > h.valid_keys) n_keys = h.valid_keys;
+    int first_j = 0; // where the window of the first query begins, or a tile that has it
+    if (HAS_WINDOW && first + h.ahead >= h.window)
+        first_j = (first + h.ahead - h.window + 1) / TILE * TILE;
     const u32 begin = shared_begin();
     const u32 for_rows = lane_of_rows<HEAD>(h.lane), for_columns = lane_of_columns<HEAD>(h.lane);
+    const u32 for_values = lane_of_columns<VALUE>(h.lane);
     const u32 ring = begin + (KEEPS ? 0 : bytes<HEAD>(ROWS)), end = ring + bytes<HEAD>(SLOTS * TILE);
     const i64 of_q = h.query_begin(g);
 
-    const u32 step_k = h.key_step(), step_q = h.query_step();
-    Tiles<HEAD, TILE, THREADS, T0> keys(k, h.key_begin(), step_k, h.dim);
-    Tiles<HEAD, TILE, THREADS, T0> values(v, h.key_begin(), step_k, h.dim);
-    int left_k = n_keys, left_v = n_keys;
+    const u32 step_k = h.key_step(), step_v = h.value_step(), step_q = h.query_step();
+    const i64 of_k = h.key_begin() + (i64)first_j * step_k;
+    const i64 of_v = h.value_begin() + (i64)first_j * step_v;
+    Tiles<HEAD, TILE, THREADS, T0> keys(k, of_k, step_k, h.dim);
+    Tiles<VALUE, TILE, THREADS, T0> values(v, of_v, step_v, h.value);
+    int left_k = n_keys - first_j, left_v = left_k;
     auto bring_one = [&](bool is_key, u32 to) {
         int &there = is_key ? left_k : left_v;
-        if (there > 0) (is_key ? keys : values).bring(to, there, TILE * step_k);
+        if (there > 0) {
+            if (is_key) keys.bring(to, there, TILE * step_k);
+            else values.bring(to, there, TILE * step_v);
+        }
         there -= TILE;
         end_group();
     };
@@ -123,13 +133,15 @@ template <int HEAD, int SLOTS> DEVICE void forward(const Args &a) {
 
     u32 left[2][KEEPS ? HEAD / 16 : 1][4];
     if constexpr (KEEPS)
-        left_rows<HEAD, 2>(left, q, of_q, step_q, mine, h.queries, h);
-    Rows<HEAD> rows;
+        left_rows<HEAD, 2>(left, q, of_q, step_q, mine, h.queries, h.dim, h);
+    Rows<VALUE> rows;
     clear<2>(rows.acc);
     for (int i = 0; i < 4; i++) rows.most[i / 2][i % 2] = -INFINITE, rows.sum[i / 2][i % 2] = 0.0f;
-    const float scale = h.scale * LOG2_E;
-    for (int j0 = 0; j0 < n_keys; j0 += TILE) {
-        const bool sees = j0 < mine + 32 + h.ahead;
+    const Scores score(a, h, slope_of(a, h.kv, g));
+    const float scale = IS_BENT ? 1.0f : h.scale * LOG2_E;
+    for (int j0 = first_j; j0 < n_keys; j0 += TILE) {
+        bool sees = j0 < mine + 32 + h.ahead;
+        if (HAS_WINDOW) sees = sees && j0 + TILE > mine + h.ahead - h.window + 1;
         float s[2][TILE / 8][4];
         go_on(true);
         if (sees) {
@@ -148,19 +160,35 @@ template <int HEAD, int SLOTS> DEVICE void forward(const Args &a) {
                 }
                 by_rows<HEAD, 2>(s, some, at, step, T0());
             }
-            if (j0 + TILE > mine + h.ahead + 1 || j0 + TILE > h.valid_keys) {
+            if constexpr (IS_BENT) {
+#pragma unroll
+                for (int m = 0; m < 2; m++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        const int from = mine + 16 * m + 8 * (e / 2) + h.row + h.ahead - j0 - h.pair;
+#pragma unroll
+                        for (int n = 0; n < TILE / 8; n++) {
+                            float rate;
+                            s[m][n][e] = score.of(s[m][n][e], from - 8 * n - e % 2, rate);
+                        }
+                    }
+            }
+            const bool is_cut = HAS_WINDOW && j0 < mine + 32 + h.ahead - h.window;
+            if (j0 + TILE > mine + h.ahead + 1 || j0 + TILE > h.valid_keys || is_cut) {
 #pragma unroll
                 for (int m = 0; m < 2; m++)
 #pragma unroll
                     for (int r = 0; r < 2; r++) {
                         int last = mine + 16 * m + 8 * r + h.row + h.ahead;
+                        const int before = last - h.window - j0 - h.pair;
                         if (last > h.valid_keys - 1) last = h.valid_keys - 1;
                         last -= j0 + h.pair;
 #pragma unroll
                         for (int n = 0; n < TILE / 8; n++)
 #pragma unroll
                             for (int e = 0; e < 2; e++)
-                                if (8 * n + e > last) s[m][n][2 * r + e] = -INFINITE;
+                                if (8 * n + e > last || (HAS_WINDOW && 8 * n + e <= before))
+                                    s[m][n][2 * r + e] = -INFINITE;
                     }
             }
             rows.look_at(s, scale);
@@ -171,7 +199,7 @@ template <int HEAD, int SLOTS> DEVICE void forward(const Args &a) {
             for (int step = 0; step < TILE / 16; step++) {
                 u32 p[2][4];
                 rows.take(p, s, step, scale, T0());
-                by_columns<HEAD, 2>(rows.acc, p, before + for_columns, 16 * step, T0());
+                by_columns<VALUE, 2>(rows.acc, p, before + for_values, 16 * step, T0());
             }
         }
     }
@@ -189,8 +217,11 @@ template <int HEAD, int SLOTS> DEVICE void forward(const Args &a) {
                 lse.set((((i64)h.b * h.queries + i) * h.heads + h.kv) * h.groups + g,
                         sum == 0.0f ? -INFINITE : rows.most[m][r] / LOG2_E + logf(sum));
         }
-    store_rows<HEAD, 2>(o, rows.acc, of_q, step_q, first, h.queries, h.dim, by);
+    store_rows<VALUE, 2>(o, rows.acc, h.out_begin(g), h.out_step(), first, h.queries, h.value, by);
 }
 
-TILED_KERNEL(attention_tiles_64, 128, 2) { forward<64, 4>(a); }
-TILED_KERNEL(attention_tiles_128, 128, 2) { forward<128, 3>(a); }
+TILED_KERNEL(attention_tiles_64, 128, 2) { forward<64, 64, 4>(a); }
+TILED_KERNEL(attention_tiles_128, 128, 2) { forward<128, 128, 3>(a); }
+#if HAS_VALUES
+TILED_KERNEL(attention_tiles_192, 128, 2) { forward<192, 128, 2>(a); }
+#endif

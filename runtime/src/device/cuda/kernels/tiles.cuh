@@ -36,6 +36,8 @@ struct Sizes {
     int queries, heads, groups, dim, keys, valid_queries, valid_keys;
     int ahead; // query i sees keys up to i + ahead
     float scale;
+    int value;  // width of values and results
+    int window; // keys that a query sees
     int b, kv;
     int warp, lane, row, pair; // row of a fragment, and the first of its columns
 
@@ -44,6 +46,8 @@ struct Sizes {
         keys = (int)a.n[5], valid_queries = (int)a.n[6], valid_keys = (int)a.n[7];
         ahead = (int)(a.n[8] - a.n[9]);
         scale = (float)a.f[0];
+        value = HAS_VALUES ? (int)a.n[25] : dim;
+        window = HAS_WINDOW ? (int)a.n[26] : 0;
         warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
         row = lane / 4, pair = 2 * (lane % 4);
     }
@@ -54,6 +58,15 @@ struct Sizes {
     __device__ __forceinline__ i64 key_begin() const { return ((i64)b * keys * heads + kv) * dim; }
     __device__ __forceinline__ u32 query_step() const { return (u32)(heads * groups * dim); }
     __device__ __forceinline__ u32 key_step() const { return (u32)(heads * dim); }
+    // The same of results and values.
+    __device__ __forceinline__ i64 out_begin(int g) const {
+        return (((i64)b * queries * heads + kv) * groups + g) * value;
+    }
+    __device__ __forceinline__ i64 value_begin() const {
+        return ((i64)b * keys * heads + kv) * value;
+    }
+    __device__ __forceinline__ u32 out_step() const { return (u32)(heads * groups * value); }
+    __device__ __forceinline__ u32 value_step() const { return (u32)(heads * value); }
     // First row of log-sum-exps and products, which lie by sample, head and group, a multiple of
     // 64 of them for each.
     __device__ __forceinline__ i64 norms_begin(int g) const {
@@ -62,10 +75,34 @@ struct Sizes {
     __device__ __forceinline__ u32 norms_step() const { return (u32)((queries + 63) / 64 * 64); }
 };
 
+// Scores in powers of two.
+struct Scores {
+    float in, out, slope; // a product is times `in`, and the result times `out`
+
+    __device__ __forceinline__ Scores(const Args &a, const Sizes &h, float slope)
+        : slope(slope * LOG2_E) {
+        in = HAS_CAP ? 2.0f * LOG2_E * h.scale / (float)a.f[3] : h.scale * LOG2_E;
+        out = HAS_CAP ? LOG2_E * (float)a.f[3] : 1.0f;
+    }
+    // Of a product over this distance from key to query, and what its slope by the scaled product
+    // is times.
+    __device__ __forceinline__ float of(float product, int distance, float &rate) const {
+        const float off = HAS_SLOPES ? slope * (float)distance : 0.0f;
+        rate = 1.0f;
+        if (!HAS_CAP) return fmaf(product, in, -off);
+        // tanh x = 1 - 2 / (exp(2 x) + 1)
+        const float t = 1.0f - 2.0f * reciprocal(power_of_two(product * in) + 1.0f);
+        rate = 1.0f - t * t;
+        return fmaf(t, out, -off);
+    }
+};
+
 // Brings tiles of ROWS rows, by all threads. What a thread copies of a tile are chunks of one
-// column, every ROWS_AT_ONCE rows.
+// column, or of every eighth one, every ROWS_AT_ONCE rows.
 template <int HEAD, int ROWS, int THREADS, class T> struct Tiles {
-    static constexpr int CHUNKS = HEAD / 8, ROWS_AT_ONCE = THREADS / CHUNKS; // a multiple of 8
+    static constexpr int CHUNKS = HEAD > 128 ? 8 : HEAD / 8;
+    static constexpr int COLUMNS = HEAD / 8 / CHUNKS;
+    static constexpr int ROWS_AT_ONCE = THREADS / CHUNKS; // a multiple of 8
     const In<T> &x;
     const T *next; // the next tile
     u32 step;      // elements from row to row
@@ -73,7 +110,7 @@ template <int HEAD, int ROWS, int THREADS, class T> struct Tiles {
     // heads are that long.
     int row;
     u32 from, at;
-    bool is_inside;
+    int inside; // columns of chunks that heads have
 
     // From element `begin` on, with heads of `dim` elements.
     __device__ __forceinline__ Tiles(const In<T> &x, i64 begin, u32 step, int dim)
@@ -82,15 +119,18 @@ template <int HEAD, int ROWS, int THREADS, class T> struct Tiles {
         row = (int)threadIdx.x / CHUNKS;
         from = (u32)row * step + 8 * chunk;
         at = place<HEAD>(row, chunk);
-        is_inside = 8 * chunk < dim;
+        inside = COLUMNS == 1 ? 8 * chunk < dim : (dim - 8 * chunk + 63) / 64;
     }
     // The next tile, of which so many rows are there, the others are zero; then on by so many
     // elements.
     __device__ __forceinline__ void bring(u32 to, int count, i64 on) {
 #pragma unroll
         for (int i = 0; i < ROWS / ROWS_AT_ONCE; i++)
-            copy_16(to + at + bytes<HEAD>(i * ROWS_AT_ONCE), next + (u32)(i * ROWS_AT_ONCE) * step + from,
-                    is_inside && row < count - i * ROWS_AT_ONCE, x);
+#pragma unroll
+            for (int c = 0; c < COLUMNS; c++)
+                copy_16(to + at + bytes<HEAD>(i * ROWS_AT_ONCE) + 128 * c,
+                        next + (u32)(i * ROWS_AT_ONCE) * step + from + 64 * c,
+                        c < inside && row < count - i * ROWS_AT_ONCE, x);
         next += on;
     }
 };
@@ -113,7 +153,7 @@ DEVICE void turn(u32 *w, int lane) {
 // Fragments of a left factor's 16 M rows, from memory; zero outside.
 template <int HEAD, int M, class T>
 DEVICE void left_rows(u32 (*a)[HEAD / 16][4], const In<T> &x, i64 begin, u32 step, int first,
-                      int count, const Sizes &h) {
+                      int count, int dim, const Sizes &h) {
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
@@ -122,7 +162,7 @@ DEVICE void left_rows(u32 (*a)[HEAD / 16][4], const In<T> &x, i64 begin, u32 ste
             for (int c = 0; c < HEAD / 8; c += 4) {
                 const int i = first + 16 * m + 8 * half + h.row, d = 8 * (c + h.lane % 4);
                 Quad q = {{0, 0, 0, 0}};
-                if (i < count && d < h.dim) q = eight(x, begin + (i64)i * step + d);
+                if (i < count && d < dim) q = eight(x, begin + (i64)i * step + d);
                 turn(q.w, h.lane);
 #pragma unroll
                 for (int j = 0; j < 4; j++) a[m][(c + j) / 2][half + 2 * (j % 2)] = q.w[j];

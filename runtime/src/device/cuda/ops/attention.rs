@@ -1,10 +1,11 @@
 //! Attention and its gradient, of all keys or of a shard that has gone around a ring.
 //!
 //! Tensor cores take what is in half precision, stored by position and without dropout, of heads up
-//! to 128; kernels with a warp for each row take the rest.
+//! to 128, and up to 192 whose values are at most 128 wide (DeepSeek-V2 and V3); kernels with a warp
+//! for each row take the rest. Windows, caps, slopes and the like are switches of both.
 
 use super::super::args::{ATTENTION, ATTENTION_TILES, ATTENTION_TILES_GRAD, Call};
-use super::super::args::{Source, Span, Step, THREADS};
+use super::super::args::{Scores, Source, Span, Step, THREADS};
 use super::{Op, Part, Steps, chunks};
 use crate::error::RuntimeError;
 use ir::{DType, OpKind};
@@ -13,8 +14,10 @@ use ir::{DType, OpKind};
 const WARPS: usize = 4;
 /// Longest head.
 const MOST_DIM: usize = 256;
-/// The same of the kernels for tensor cores, of which there are two: up to half of it, and to it.
-const MOST_TILED: usize = 128;
+/// Longest keys and values of each of the kernels for tensor cores.
+const MOST_TILED: [[usize; 2]; 3] = [[64, 64], [128, 128], [192, 128]];
+/// A window that no sequence of those kernels is longer than.
+const MOST_WINDOW: u64 = 1 << 30;
 /// Most blocks along y and z.
 const MOST_BLOCKS: i64 = 65535;
 /// Rows of a tile of the side that a kernel for tensor cores goes over: `TILE` of the kernels.
@@ -34,14 +37,14 @@ struct Tiled {
     shared: u32,
 }
 
-/// Kernels for heads up to 64 and up to 128 elements. What they have in shared memory is in the
+/// The kernels for heads of these lengths: [`MOST_TILED`]. What they have in shared memory is in the
 /// headers of the files: rows of so many bytes, and of gradients of keys also two numbers for each
 /// row of a tile.
-struct Pair {
+struct Lengths {
     source: Source,
     /// Whether each head of the queries has blocks, or each head of keys.
     is_of_queries: bool,
-    kernels: [Tiled; 2],
+    kernels: [Tiled; 3],
 }
 
 const fn tiled(name: &'static str, rows: u64, threads: u32, shared: u32) -> Tiled {
@@ -53,23 +56,25 @@ const fn tiled(name: &'static str, rows: u64, threads: u32, shared: u32) -> Tile
     }
 }
 
-const FORWARD: Pair = Pair {
+const FORWARD: Lengths = Lengths {
     source: ATTENTION_TILES,
     is_of_queries: true,
     kernels: [
         tiled("attention_tiles_64", 128, 128, 4 * 64 * 128),
         tiled("attention_tiles_128", 128, 128, (128 + 3 * 64) * 256),
+        tiled("attention_tiles_192", 128, 128, (128 + 2 * 64) * 384),
     ],
 };
-const GRAD_Q: Pair = Pair {
+const GRAD_Q: Lengths = Lengths {
     source: ATTENTION_TILES_GRAD,
     is_of_queries: true,
     kernels: [
         tiled("attention_tiles_grad_q_64", 128, 128, 4 * 64 * 128),
         tiled("attention_tiles_grad_q_128", 128, 256, 4 * 64 * 256),
+        tiled("attention_tiles_grad_q_192", 128, 256, 2 * 64 * (384 + 256)),
     ],
 };
-const GRAD_KV: Pair = Pair {
+const GRAD_KV: Lengths = Lengths {
     source: ATTENTION_TILES_GRAD,
     is_of_queries: false,
     kernels: [
@@ -85,6 +90,12 @@ const GRAD_KV: Pair = Pair {
             256,
             4 * 64 * 256 + 2 * 64 * 8,
         ),
+        tiled(
+            "attention_tiles_grad_kv_192",
+            128,
+            256,
+            (128 + 2 * 64) * (384 + 256) + 2 * 64 * 8,
+        ),
     ],
 };
 
@@ -97,7 +108,7 @@ impl Op<'_> {
             key,
             order,
             keys,
-            ..
+            bounds,
         }
         | OpKind::AttentionGrad {
             scale,
@@ -105,7 +116,7 @@ impl Op<'_> {
             key,
             order,
             keys,
-            ..
+            bounds,
         }) = self.kind
         else {
             return Err(self.error("is no attention"));
@@ -113,20 +124,14 @@ impl Op<'_> {
         self.floats(&(0..self.x.len()).collect::<Vec<_>>())?;
         let (q, k) = (self.x[0].local, self.x[1].local);
         let (ql, kl) = (&q.ranges, &k.ranges);
-        let dim = self.x[0].width();
-        if !matches!(ql.len(), 4 | 5) || kl.len() != 4 || dim > MOST_DIM {
+        let (dim, value) = (self.x[0].width(), self.x[2].width());
+        if !matches!(ql.len(), 4 | 5) || kl.len() != 4 || dim.max(value) > MOST_DIM {
             return Err(self.error(format!(
-                "queries of {:?} and keys of {:?}: heads have at most {MOST_DIM} elements",
+                "queries of {:?}, keys of {:?} and values of {:?}: heads have at most {MOST_DIM} \
+                 elements on GPUs; run it on CPU ranks (--backend cpu)",
                 q.dims(),
-                k.dims()
-            )));
-        }
-        if self.x[2].width() != dim {
-            return Err(self.error(format!(
-                "values of {:?} are not as wide as keys of {:?}: there are no CUDA kernels for \
-                 latent attention; run it on CPU ranks (--backend cpu)",
-                self.x[2].local.dims(),
-                k.dims()
+                k.dims(),
+                self.x[2].dims()
             )));
         }
         let grouped = ql.len() == 5;
@@ -155,6 +160,18 @@ impl Op<'_> {
             if grouped { q.lens[3] } else { 1 },
             k.lens[1],
         ];
+        // A window over the whole sequence is none.
+        let window = bounds.window.filter(|w| *w < k.lens[1]);
+        // Gradients have one operand more where the log-sum-exp has one.
+        let own = self.x.len() - usize::from(keys.continues());
+        let scores = Scores {
+            window: window.is_some(),
+            cap: bounds.cap.is_some(),
+            slopes: bounds.alibi,
+            values: value != dim,
+            lse_gradient: matches!(self.kind, OpKind::AttentionGrad { .. }) && own > 6,
+        };
+        let window = window.unwrap_or(0).min(MOST_WINDOW);
         // A model's op that nothing trains has no key.
         let path = if key.is_empty() { self.path } else { key };
         let mut call = Call::blocks(ATTENTION, kernel, rows.div_ceil(WARPS), 32 * WARPS as u32)
@@ -162,7 +179,14 @@ impl Op<'_> {
             .n(10, &[chunk, ranks, i64::from(keys.continues())])
             .n(13, &mask.map(|n| n as i64))
             .n(21, &self.key(path))
-            .f(&[*scale, *dropout, 1.0 / (1.0 - *dropout)]);
+            .n(25, &[value as i64, window as i64])
+            .f(&[
+                *scale,
+                *dropout,
+                1.0 / (1.0 - *dropout),
+                bounds.cap.unwrap_or(0.0),
+            ]);
+        call.types.scores = scores;
         for (i, x) in self.x.iter().enumerate() {
             call = call.x(i, x.typed());
         }
@@ -174,23 +198,28 @@ impl Op<'_> {
 
     /// The call of a kernel for tensor cores on these operands; none where the kernels do not take
     /// the op.
-    fn tiled(&self, pair: &Pair) -> Result<Option<Call>, RuntimeError> {
-        let dim = self.x[0].width();
-        let kernel = &pair.kernels[usize::from(dim > MOST_TILED / 2)];
+    fn tiled(&self, lengths: &Lengths) -> Result<Option<Call>, RuntimeError> {
+        let (dim, value) = (self.x[0].width(), self.x[2].width());
+        let holds = |most: &[usize; 2]| dim <= most[0] && value <= most[1];
+        let Some(which) = MOST_TILED.iter().position(holds) else {
+            return Ok(None);
+        };
+        let kernel = &lengths.kernels[which];
         let plain = self.each_warp(kernel.name, 1)?;
         let numbers = &plain.args.n;
         let (order, is_continued, has_mask) = (numbers[10], numbers[12], numbers[13]);
         let half = |part: &&Part<'_>| matches!(part.local.dtype, DType::Bf16 | DType::F16);
         let dtype = self.x[0].local.dtype;
         let halves: Vec<&Part<'_>> = self.x.iter().chain(self.y).filter(half).collect();
-        // All but the log-sum-exp.
-        let n = self.x.len() + self.y.len() - 1;
+        let scores = plain.types.scores;
+        // All but the log-sum-exp and its gradient.
+        let n = self.x.len() + self.y.len() - 1 - usize::from(scores.lse_gradient);
         let (batch, queries, kv, groups) = (numbers[0], numbers[1], numbers[2], numbers[3]);
         let (keys, firsts) = (numbers[5], [numbers[8], numbers[9]]);
         let is_counted = [queries, keys, firsts[0], firsts[1]]
             .iter()
             .all(|n| *n <= MOST_ROWS)
-            && kv * groups * dim as i64 <= MOST_STEP
+            && kv * groups * dim.max(value) as i64 <= MOST_STEP
             && self.threads_of_norms() <= u64::from(u32::MAX);
         let fits = halves.len() == n
             && halves
@@ -198,9 +227,12 @@ impl Op<'_> {
                 .all(|p| p.local.dtype == dtype && p.span.at.is_multiple_of(16))
             && (order, is_continued, has_mask) == (0, 0, 0)
             && dim.is_multiple_of(8)
-            && dim <= MOST_TILED
+            && value.is_multiple_of(8)
+            // The longest heads are those whose values are shorter.
+            && (which < 2 || scores.values)
+            && kernel.shared <= self.shared
             && plain.args.f[0] > 0.0;
-        let (heads, rows) = match pair.is_of_queries {
+        let (heads, rows) = match lengths.is_of_queries {
             true => (kv * groups, queries),
             false => (kv, keys),
         };
@@ -213,7 +245,7 @@ impl Op<'_> {
             batch as u64,
         ];
         Ok(Some(Call {
-            source: pair.source,
+            source: lengths.source,
             threads: kernel.threads,
             shared: kernel.shared,
             grid: blocks.map(|n| u32::try_from(n).unwrap_or(u32::MAX)),
@@ -232,7 +264,7 @@ impl Op<'_> {
 
     /// Threads that make these numbers of a sample.
     fn threads_of_norms(&self) -> u64 {
-        let of_row = if self.x[0].width() > 64 { 16 } else { 8 };
+        let of_row = if self.x[2].width() > 64 { 16 } else { 8 };
         of_row * self.rows_of_norms()
     }
 
@@ -257,7 +289,7 @@ impl Op<'_> {
                 bytes: self.attention_scratch() as u64,
             };
             let blocks = self.threads_of_norms().div_ceil(THREADS.into());
-            // The file is compiled for one set of types.
+            // The file is compiled for one set of types and switches.
             let types = of_q.types;
             let mut first = Call {
                 kernel: "attention_delta",
@@ -280,5 +312,80 @@ impl Op<'_> {
             Step::Call(self.each_warp("attention_grad_q", self.x[4].elements())?),
             Step::Call(self.each_warp("attention_grad_kv", keys)?),
         ])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::cuda::cases::context;
+    use crate::execute::Local;
+    use ir::op::{Bounds, Keys, SequenceOrder};
+
+    /// The kernels, with their switches, of attention in bf16 with keys and values of these widths
+    /// and this window over 300 tokens, on a GPU with so much shared memory.
+    fn kernels(widths: [u64; 2], window: u64, shared: u32) -> Vec<(&'static str, Scores)> {
+        let [dim, value] = widths;
+        let of = |dtype, rest: &[u64]| Local::whole(dtype, &[&[1, 300, 2], rest].concat());
+        let [k, v] = [dim, value].map(|width| of(DType::Bf16, &[width]));
+        let [q, o] = [dim, value].map(|width| of(DType::Bf16, &[1, width]));
+        let lse = of(DType::F32, &[1]);
+        let bounds = Bounds {
+            window: Some(window),
+            ..Bounds::default()
+        };
+        let kind = OpKind::AttentionGrad {
+            scale: 1.0,
+            dropout: 0.0,
+            key: "attend".into(),
+            order: SequenceOrder::Natural,
+            keys: Keys::All,
+            bounds,
+        };
+        let part = |local| Part {
+            local,
+            span: Span::default(),
+        };
+        let op = Op {
+            kind: &kind,
+            path: "attend",
+            x: &[&q, &k, &v, &o, &lse, &o].map(part),
+            y: &[&q, &k, &v].map(part),
+            context: &context(),
+            scratch: 0,
+            has_library: false,
+            shared,
+        };
+        let steps = op.steps().expect("it has kernels");
+        let called = steps.iter().map(|step| match step {
+            Step::Call(call) => (call.kernel, call.types.scores),
+            other => panic!("{other:?} is no call"),
+        });
+        called.collect()
+    }
+
+    #[test]
+    fn heads_take_the_kernel_that_holds_them() {
+        let much = super::super::MUCH_SHARED;
+        let names = |widths, window, shared| {
+            let all = kernels(widths, window, shared).into_iter();
+            all.map(|k| k.0).collect::<Vec<_>>()
+        };
+        let tiles = |of: [&'static str; 2]| [&["attention_delta"][..], &of].concat();
+        let by_warps = ["attention_grad_q", "attention_grad_kv"];
+        let of_64 = ["attention_tiles_grad_q_64", "attention_tiles_grad_kv_64"];
+        let of_192 = ["attention_tiles_grad_q_192", "attention_tiles_grad_kv_192"];
+        assert_eq!(names([64, 64], 10, much), tiles(of_64));
+        assert_eq!(names([192, 128], 10, much), tiles(of_192));
+        // A GPU of compute capability 8.9 has 99 KiB, which the gradient of the keys does not fit.
+        assert_eq!(names([192, 128], 10, 99 << 10), by_warps);
+        assert_eq!(names([192, 192], 10, much), by_warps);
+        assert_eq!(names([14, 10], 10, much), by_warps);
+    }
+
+    #[test]
+    fn a_window_over_the_whole_sequence_is_none() {
+        let has_window = |window| kernels([64, 64], window, 99 << 10)[0].1.window;
+        assert_eq!([300, 299].map(has_window), [false, true]);
     }
 }

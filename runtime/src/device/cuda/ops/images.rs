@@ -206,6 +206,7 @@ impl Op<'_> {
             context: self.context,
             scratch: self.scratch,
             has_library: self.has_library,
+            shared: self.shared,
         };
         op.matmul(&einsum)
     }

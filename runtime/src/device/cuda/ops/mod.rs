@@ -55,7 +55,12 @@ pub(super) struct Op<'a> {
     pub scratch: u64,
     /// Whether cuBLASLt is there, and wanted.
     pub has_library: bool,
+    /// Most bytes of shared memory that a launch may ask for.
+    pub shared: u32,
 }
+
+/// These bytes of GPUs of compute capability 9.0 and 10.0.
+pub(super) const MUCH_SHARED: u32 = 227 << 10;
 
 /// Bytes of the memory for sums on the way that every op may take.
 pub(super) const SCRATCH: usize = 8 << 10;
@@ -153,7 +158,8 @@ impl Op<'_> {
             | OpKind::Slice { .. }
             | OpKind::Pad { .. }
             | OpKind::Unstack { .. }
-            | OpKind::Stack { .. } => self.moves(),
+            | OpKind::Stack { .. }
+            | OpKind::Join => self.moves(),
             OpKind::Cast { .. }
             | OpKind::Unary { .. }
             | OpKind::Binary { .. }
@@ -229,20 +235,6 @@ fn chunks(order: SequenceOrder, len: u64) -> [i64; 2] {
     }
 }
 
-/// Whether there are kernels for an op of so many operands; sources need none.
-pub(super) fn has_kernel(kind: &OpKind, operands: usize) -> bool {
-    // So is the gradient of an attention whose log-sum-exp has one, as attention sinks want it.
-    let own = 6 + usize::from(kind.keys().continues());
-    if matches!(kind, OpKind::AttentionGrad { .. }) && operands > own {
-        return false;
-    }
-    // Windows, caps and slopes of scores are those of CPU ranks.
-    if let OpKind::Attention { bounds, .. } | OpKind::AttentionGrad { bounds, .. } = kind {
-        return bounds.are_none();
-    }
-    !matches!(kind, OpKind::Join)
-}
-
 /// Whether an operand may lie exactly where the result will: each thread reads the elements that
 /// it writes, and no others.
 fn may_share(kind: &OpKind, operand: usize, same_lengths: bool) -> bool {
@@ -253,30 +245,5 @@ fn may_share(kind: &OpKind, operand: usize, same_lengths: bool) -> bool {
         OpKind::ScaleRows | OpKind::CrossEntropyGrad | OpKind::ExpertBias => operand == 0,
         OpKind::ClampedSwiglu { .. } | OpKind::ClampedSwigluGrad { .. } => true,
         _ => false,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use ir::op::Keys;
-
-    /// The kernels know of no gradient of the log-sum-exp, and must not leave it out.
-    #[test]
-    fn attention_with_a_gradient_of_its_log_sum_exp_has_no_kernel() {
-        let gradient = |keys| OpKind::AttentionGrad {
-            scale: 1.0,
-            dropout: 0.0,
-            key: "attend".into(),
-            order: SequenceOrder::Natural,
-            keys,
-            bounds: Default::default(),
-        };
-        let part = |step| Keys::Ring { step, ranks: 2 };
-        assert!(has_kernel(&gradient(Keys::All), 6));
-        assert!(!has_kernel(&gradient(Keys::All), 7));
-        assert!(has_kernel(&gradient(part(1)), 7));
-        assert!(!has_kernel(&gradient(part(1)), 8));
-        assert!(!has_kernel(&gradient(part(0)), 7));
     }
 }

@@ -366,6 +366,22 @@ impl Op<'_> {
                 each.map(|(i, x)| call(bytes, &all, [0, i * stride], (x.span, y.span)))
                     .collect()
             }
+            // What all rows share goes to each of them.
+            OpKind::Join => {
+                let (rows, n) = (self.x[1], x.width());
+                let (row_dims, to) = (rows.dims(), strides(&out));
+                let mut of_shared = row_dims.clone();
+                let last = of_shared.len() - 1;
+                of_shared[last] = n;
+                let mut shared = vec![0; of_shared.len()];
+                shared[..dims.len() - 1].copy_from_slice(&from[..dims.len() - 1]);
+                shared[last] = 1;
+                let own = boxes(&row_dims, &strides(&row_dims), &to);
+                vec![
+                    one(&boxes(&of_shared, &shared, &to), [0, 0]),
+                    call(bytes, &own, [0, n], (rows.span, y.span)),
+                ]
+            }
             // The same elements in the same order.
             _ if x.span.at == y.span.at => Vec::new(),
             _ => vec![Step::Copy {
