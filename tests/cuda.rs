@@ -204,7 +204,7 @@ fn images_on_two() {
     on_two("images", (&forward, &train), &["data=2"], (&batches, 0.05));
 }
 
-/// Small models with experts of every kind, and no attention that has no kernels: routers by softmax
+/// Small models with experts of every kind: routers by softmax
 /// and by sigmoids with a bias, by groups, gates before the experts and after them, experts with
 /// biases and gates within bounds, tokens that are dropped, a shared expert.
 #[test]

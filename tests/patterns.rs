@@ -436,10 +436,11 @@ fn the_search_is_no_slower_than_a_pinned_zero_level() {
         }
         let chosen = free.stats.alternatives.iter();
         let mut chosen = chosen.filter(|(_, seconds)| seconds.0 == step(&free));
-        n_levels += u32::from(chosen.all(|(what, _)| what.contains("ZeRO level")));
+        let is_assumed = |what: &str| what.contains("ZeRO level") || what.contains("on their way");
+        n_levels += u32::from(chosen.all(|(what, _)| is_assumed(what)));
         assert_eq!(plan(&[]).plan, free.plan);
     }
-    assert!(n_levels > 0, "no level made a difference");
+    assert!(n_levels > 0, "neither a level nor hiding made a difference");
 }
 
 /// A parameter that is split over an axis on which no degree is pinned, and gathered wherever it

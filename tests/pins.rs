@@ -117,5 +117,5 @@ fn more_pins_hardly_ever_give_a_better_plan() {
     }
     assert!(compared > 100, "{compared}");
     assert!(worst <= WORST, "{worst}");
-    assert!(100 * slower <= compared, "{slower} of {compared}");
+    assert!(100 * slower <= 2 * compared, "{slower} of {compared}");
 }

@@ -83,6 +83,7 @@ fn with_room_kernels_wait_for_results_alone() {
         sequence: 16,
         ..ir::TrainSpec::default()
     };
+    let mut n_short = 0;
     for pins in [
         &["data=4", "zero=3", "microbatch=4"][..],
         &["data=4", "zero=2", "microbatch=8"],
@@ -103,13 +104,60 @@ fn with_room_kernels_wait_for_results_alone() {
         // Up to the last byte that is not to stay free.
         assert_eq!(at(most, None), roomy, "{pins:?}");
         assert_eq!(at(2 * most, Some(0.5)), roomy, "{pins:?}");
+        assert_eq!(lowering::arena_with_room(&close.roles[0]), most, "{pins:?}");
+        assert_eq!(lowering::arena_with_room(&roomy.roles[0]), most, "{pins:?}");
         if least < most {
             let short = at(most - 1, None);
             assert!(short.roles[0].arena_bytes < most, "{pins:?}");
+            n_short += 1;
         }
         let mut plan = made.plan.clone();
         let device = &mut plan.cluster.device;
         (device.memory_bytes, device.memory_reserved_bytes) = (Bytes(1 << 30), Bytes(0));
         assert_checked(&plan, &made.training, &roomy);
     }
+    assert!(n_short > 0, "room takes no bytes in any plan");
+}
+
+/// Copies to other memories have no room: what is staged for them gives its bytes to the next.
+#[test]
+fn what_rests_in_hosts_leaves_the_device() {
+    let forward = gpt2(8, 256, 16, 512);
+    let train = ir::TrainSpec {
+        global_batch: 8,
+        sequence: 16,
+        ..ir::TrainSpec::default()
+    };
+    let mut hosts = cluster(2);
+    if let Some(storage) = &mut hosts.storage {
+        storage.host_memory_bytes = Some(Bytes(1 << 30));
+    }
+    let arena = |pins: &[&str]| {
+        let pins = [
+            &["data=2", "zero=1", "microbatch=8", "recompute=none"],
+            pins,
+        ]
+        .concat();
+        let made = planned(&forward, &train, &hosts, &pins).expect("a plan");
+        let bytes = lowered(&made.plan, &made.training, 1 << 30, None).roles[0].arena_bytes;
+        (bytes, made)
+    };
+    let (all, made) = arena(&[]);
+    let states = made.program.roles[0].states.iter();
+    let moments = states.filter(|s| {
+        made.program.roles[0]
+            .buffer(s.buffer)
+            .name
+            .contains("moment")
+    });
+    let moments: u64 = moments
+        .map(|s| made.program.roles[0].buffer(s.buffer).bytes)
+        .sum();
+    let (without, _) = arena(&["offload=optimizer"]);
+    assert!(
+        all - without > moments * 3 / 4,
+        "{all}, {without}, {moments}"
+    );
+    let (neither, _) = arena(&["offload=optimizer+activations"]);
+    assert!(neither < without, "{without}, {neither}");
 }

@@ -157,7 +157,8 @@ pub struct CompileArgs {
     /// the fastest.
     #[arg(long, value_name = "PERCENT", default_value = "1%")]
     pub tolerance: Share,
-    /// Share of each device's memory that stays free [default: memory_headroom of the cluster's
+    /// Share of each device's memory that stays free, of what is left beside the bytes that the
+    /// device's file reserves [default: memory_headroom of the cluster's
     /// devices, 2% for the presets of GPUs].
     #[arg(long, value_name = "PERCENT")]
     pub headroom: Option<Share>,
@@ -511,8 +512,8 @@ pub struct SearchArgs {
     /// `compile`.
     #[arg(long, value_name = "PERCENT", default_value = "1%")]
     pub tolerance: Share,
-    /// Share of each device's memory that stays free, as in `compile` [default: memory_headroom of
-    /// the cluster's devices].
+    /// Share of each device's memory that stays free, as in `compile` [default: that of the plan, or
+    /// memory_headroom of the cluster's devices]
     #[arg(long, value_name = "PERCENT")]
     pub headroom: Option<Share>,
 }

@@ -10,7 +10,8 @@ use ir::plan::{Plan, ScheduleKind};
 use ir::training::{StateRole, TrainingGraph};
 use std::collections::BTreeMap;
 
-/// The level of most parameter bytes, where the plan does not keep `level`.
+/// The level that is found instead, where the plan does not keep `level`: of what contradicts it, or
+/// else that of most parameter bytes.
 pub fn unkept(plan: &Plan, training: &TrainingGraph, level: u8) -> Option<u8> {
     let states = &training.states;
     let has_moments = states.iter().any(|s| s.role == StateRole::Moment1);
@@ -18,7 +19,7 @@ pub fn unkept(plan: &Plan, training: &TrainingGraph, level: u8) -> Option<u8> {
         return None;
     }
     let mut by_level: BTreeMap<u8, u64> = BTreeMap::new();
-    let (mut contradicts, mut asked, mut kept) = (false, 0u64, 0u64);
+    let (mut contradicts, mut asked, mut kept) = (None, 0u64, 0u64);
     for (i, stage) in plan.stages.iter().enumerate() {
         let ranks: u64 = stage.mesh.axes.iter().map(|a| u64::from(a.size)).product();
         for run in &stage.runs {
@@ -27,11 +28,12 @@ pub fn unkept(plan: &Plan, training: &TrainingGraph, level: u8) -> Option<u8> {
             for (axis, parameters) in axes.filter(|(axis, _)| axis.size > 1) {
                 for p in parameters {
                     let Some(own) = p.zero else { continue };
-                    contradicts |= match level {
+                    let is_other = match level {
                         0 => own > 0,
                         1 | 2 => own > 2,
                         _ => own == 1 || own == 2,
                     };
+                    contradicts = contradicts.or(is_other.then_some(own));
                     // Tensor ranks keep copies at any level.
                     if axis.name == "tensor" || p.longest < ranks {
                         continue;
@@ -50,7 +52,7 @@ pub fn unkept(plan: &Plan, training: &TrainingGraph, level: u8) -> Option<u8> {
         2 => kept < asked - kept,
         _ => kept == 0,
     };
-    let is_unkept = contradicts || has_moments && asked > 0 && is_missing;
+    let is_unkept = has_moments && asked > 0 && is_missing;
     let most = by_level.into_iter().max_by_key(|(_, bytes)| *bytes);
-    is_unkept.then(|| most.map_or(0, |(own, _)| own))
+    contradicts.or(most.filter(|_| is_unkept).map(|(own, _)| own))
 }

@@ -788,6 +788,13 @@ fn no_step_is_lost_where_replicas_have_the_states() {
 /// why.
 #[test]
 fn states_that_one_rank_had_alone_are_taken_from_the_checkpoint() {
+    // Killed right behind a checkpoint a run loses no step; not every time.
+    let mut tries = (0..8).map(|_| states_of_one_rank());
+    assert!(tries.any(|lost| lost), "no run lost a step");
+}
+
+/// Whether the run lost a step.
+fn states_of_one_rank() -> bool {
     let place = Place::new();
     let words = lose_one_of_two(&place, "zero=1", "10");
     let why = "do not have all states in memory, as of `moment1.";
@@ -810,7 +817,8 @@ fn states_that_one_rank_had_alone_are_taken_from_the_checkpoint() {
         digits.parse().unwrap()
     };
     let new = number("in place of 2, from step ");
-    if flat.contains("it had come to step ") {
+    let has_lost = flat.contains("it had come to step ");
+    if has_lost {
         let old = number("it had come to step ");
         let lost = match old - new {
             1 => "1 step is lost".to_string(),
@@ -822,6 +830,7 @@ fn states_that_one_rank_had_alone_are_taken_from_the_checkpoint() {
             "{flat}"
         );
     }
+    has_lost
 }
 
 /// Process 0 is killed while another one that it started has not joined yet, and so has no connection

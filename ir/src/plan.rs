@@ -23,7 +23,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Version of the plan format that this crate reads and writes.
 pub const PLAN_VERSION: u32 = 1;
 /// Version of the passes replayed on a plan's graph (boundaries, autodiff, shared layouts,
-/// recomputation) and of what its program is made of them.
+/// recomputation) and of lowering, where programs of one plan changed.
 pub const PASSES_VERSION: u32 = 5;
 
 /// A parallel plan of a step of training or inference.

@@ -290,7 +290,7 @@ fn place_transient(program: &mut RoleProgram, base: u64, budget: u64) -> Result<
             continue;
         }
         let mut placed = None;
-        if base < budget && is_of_streams(program, t) {
+        if base < budget && has_collectives(program, t) {
             let meetings = meetings(program, t);
             let close = intervals(program, t);
             let kept = kept_until_awaited(program, t, &meetings, close);
@@ -313,15 +313,17 @@ fn end_of(placed: &[Interval]) -> u64 {
     placed.iter().map(end).max().unwrap_or(0)
 }
 
-/// Whether a template has instructions of other streams than the kernels'.
-fn is_of_streams(program: &RoleProgram, template: usize) -> bool {
+/// Whether a template has collectives.
+fn has_collectives(program: &RoleProgram, template: usize) -> bool {
     let mut instructions = program.templates[template].instructions.iter();
-    instructions.any(|i| is_beside(program, i))
+    instructions.any(|i| is_collective(program, i))
 }
 
-/// Whether an instruction is of another stream than the kernels'.
-fn is_beside(program: &RoleProgram, i: &Instruction) -> bool {
-    !matches!(program.streams[i.stream.index()], Stream::Kernels)
+/// Whether an instruction is a collective. Copies from and to other memories are none: what is
+/// staged for them is to take as few bytes as it can.
+fn is_collective(program: &RoleProgram, i: &Instruction) -> bool {
+    let stream = &program.streams[i.stream.index()];
+    matches!(stream, Stream::Communicator { .. } | Stream::World)
 }
 
 /// By buffer, its place among the lifetimes of a template.
@@ -333,7 +335,7 @@ fn places_of(program: &RoleProgram, intervals: &[Interval]) -> Vec<Option<usize>
     at
 }
 
-/// Lifetimes where what other streams than the kernels' read lasts until kernels wait for that.
+/// Lifetimes where what collectives read lasts until kernels wait for them.
 fn kept_until_awaited(
     program: &RoleProgram,
     template: usize,
@@ -343,7 +345,7 @@ fn kept_until_awaited(
     let at = places_of(program, &intervals);
     let instructions = program.templates[template].instructions.iter();
     for (instruction, awaited) in instructions.zip(&meetings.awaited) {
-        if is_beside(program, instruction) {
+        if is_collective(program, instruction) {
             for place in instruction.reads().iter().filter_map(|b| at[b.index()]) {
                 let last = &mut intervals[place].last;
                 // Whoever waits may take the bytes.

@@ -150,7 +150,7 @@ struct Access {
 struct Accesses<'b> {
     buffers: &'b [Buffer],
     n_streams: usize,
-    /// Whether what takes the bytes of another buffer waits for it.
+    /// Whether a buffer that takes the bytes of another one waits for it.
     bytes_matter: bool,
     /// By buffer; `None` for those that the template has not touched so far.
     by_buffer: Vec<Option<Access>>,

@@ -690,6 +690,16 @@ impl Use {
     }
 }
 
+/// The cost of a layout change.
+#[derive(Clone, Copy)]
+struct Change {
+    /// Seconds and levels, as [`price_use`] says.
+    price: Option<f64>,
+    levels: ZeroLevels,
+    /// Seconds of it that kernels wait for, whatever hides.
+    shown_s: f64,
+}
+
 /// The layout changes of a use between all pairs of faces, specs by number.
 struct Changes<'u> {
     of: &'u Use,
@@ -698,8 +708,8 @@ struct Changes<'u> {
     /// By face of the consumer's group: the spec that it wants.
     to: Dense,
     tensor: Tensor,
-    /// By both specs' places, the price ([`price_use`]).
-    known: Vec<Option<(Option<f64>, f64, ZeroLevels)>>,
+    /// By both specs' places, what changing them costs.
+    known: Vec<Option<Change>>,
 }
 
 /// Numbers, and for each its place among the distinct ones.
@@ -902,14 +912,22 @@ fn price_between(
                 let place = change.from.places[side(u.from)] * change.to.n_distinct
                     + change.to.places[side(u.to)];
                 let Changes { tensor, known, .. } = &mut changes[i];
-                let (price, shown_s, levels) = *known[place].get_or_insert_with(|| {
+                let Change {
+                    price,
+                    shown_s,
+                    levels,
+                } = *known[place].get_or_insert_with(|| {
                     let specs = (u.made(choice(u.from)), u.wanted(choice(u.to)));
                     let (price, levels) = price_use(s, prices, u, specs, (from, to), tensor);
                     let shown_s = match price.is_some() && is_gathered(s, u) {
                         true => prices.second_gather_s(specs, (from, to), tensor),
                         false => 0.0,
                     };
-                    (price, shown_s, levels)
+                    Change {
+                        price,
+                        shown_s,
+                        levels,
+                    }
                 });
                 cell = cell.zip(price).map(|(mut cell, p)| {
                     cell.time.add(s.training.graph.op(u.op), p);

@@ -34,7 +34,7 @@ fn plan(pins: &str) -> Plan {
         .plan
 }
 
-/// What a plan has in place of pins, where it does not keep them.
+/// Pins that a plan does not keep, with what it has in their place.
 fn unkept(plan: &Plan, pins: &str) -> Vec<(String, String)> {
     Pins::parse(&[pins]).unwrap().unkept(plan)
 }

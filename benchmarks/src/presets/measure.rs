@@ -45,6 +45,9 @@ pub struct Measured {
 pub struct Free {
     pub step_s: f64,
     pub gap: f64,
+    /// Gap of the least objective that was found, where simulation prefers another plan; else the
+    /// same.
+    pub least_gap: f64,
     /// Its stages, meshes and microbatch.
     pub words: String,
 }
@@ -220,7 +223,8 @@ fn config(case: &Case, models: &Path) -> Result<ModelConfig, String> {
 }
 
 fn described(planned: &Planned) -> Free {
-    let plan = &planned.plan;
+    let (plan, proof) = (&planned.plan, &planned.plan.proof);
+    let least_s = proof.least_objective_s.unwrap_or(proof.objective_s).0;
     let mesh = plan.stages.first().map(|s| {
         let axes = s.mesh.axes.iter().filter(|a| a.size > 1);
         let axes: Vec<String> = axes.map(|a| format!("{}={}", a.name, a.size)).collect();
@@ -228,7 +232,11 @@ fn described(planned: &Planned) -> Free {
     });
     Free {
         step_s: planned.simulation.step_time.0,
-        gap: plan.proof.gap,
+        gap: proof.gap,
+        least_gap: match least_s > 0.0 {
+            true => (1.0 - proof.lower_bound_s.0 / least_s).max(0.0),
+            false => 0.0,
+        },
         words: format!(
             "{} on {} ({}), microbatch {}, {}",
             ir::counted(plan.stages.len() as u64, "stage"),

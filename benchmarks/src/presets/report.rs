@@ -12,7 +12,7 @@ const NEAR: f64 = 1.05;
 const MOST_KEPT: usize = 8;
 
 /// The table's header.
-pub const HEADER: &str = "| case | devices | free, s | best preset, s | free over preset | preset | its pins | free plan | gap | search, s | presets, s | planned | points | cut off |\n|---|---:|---:|---:|---:|---|---|---|---:|---:|---:|---:|---:|---:|";
+pub const HEADER: &str = "| case | devices | free, s | best preset, s | free over preset | preset | its pins | free plan | gap | of the least | search, s | presets, s | planned | points | cut off |\n|---|---:|---:|---:|---:|---|---|---|---:|---:|---:|---:|---:|---:|---:|";
 
 /// Free step over the best preset's; infinite where only presets have a plan, `None` where they
 /// have none.
@@ -47,12 +47,13 @@ pub fn row(m: &Measured) -> String {
         None => String::new(),
     };
     format!(
-        "| {} | {} | {} | {preset_s} | {ratio} | {preset} | {pins} | {} | {} | {:.1} | {:.1} | {} | {} | {} |",
+        "| {} | {} | {} | {preset_s} | {ratio} | {preset} | {pins} | {} | {} | {} | {:.1} | {:.1} | {} | {} | {} |",
         m.name,
         m.n_devices,
         free(|f| format!("{:.4}", f.step_s)),
         free(|f| f.words.clone()),
         free(|f| format!("{:.1}%", 100.0 * f.gap)),
+        free(|f| format!("{:.1}%", 100.0 * f.least_gap)),
         m.free_search_s,
         m.presets_s,
         m.n_begun,
@@ -73,7 +74,7 @@ pub fn json(done: &[Measured]) -> Value {
             "case": m.name,
             "devices": m.n_devices,
             "free": match &m.free {
-                Ok(f) => json!({ "step_s": f.step_s, "gap": f.gap, "plan": f.words }),
+                Ok(f) => json!({ "step_s": f.step_s, "gap": f.gap, "least_gap": f.least_gap, "plan": f.words }),
                 Err(e) => json!({ "error": e }),
             },
             "search_s": m.free_search_s,

@@ -54,7 +54,7 @@ impl Again {
             options: PlanOptions {
                 pins,
                 tolerance: search.tolerance.0,
-                headroom: search.headroom.map(|h| h.0),
+                headroom: search.headroom.map(|h| h.0).or(plan.headroom),
                 made_for: plan.made_for.as_ref().map(software::other),
                 ..PlanOptions::default()
             },

@@ -84,11 +84,11 @@ fn played_otherwise(
     let (played, _) = software::played(plan, program, &plan.cluster, &options)?;
     let figures = |p: &Prediction| {
         let mut all = vec![
-            ("step_time_s".to_string(), p.step_time_s.0),
-            ("tokens_per_s".into(), p.tokens_per_s),
-            ("mfu".into(), p.mfu),
-            ("hfu".into(), p.hfu),
-            ("bubble".into(), p.bubble),
+            ("step_time_s".to_string(), Some(p.step_time_s.0)),
+            ("tokens_per_s".into(), Some(p.tokens_per_s)),
+            ("mfu".into(), Some(p.mfu)),
+            ("hfu".into(), Some(p.hfu)),
+            ("bubble".into(), Some(p.bubble)),
         ];
         for (i, s) in p.stages.iter().enumerate() {
             let of_stage = [
@@ -104,16 +104,15 @@ fn played_otherwise(
                 ("transient_bytes", s.transient_bytes.0 as f64),
                 ("peak_bytes", s.peak_bytes.0 as f64),
             ];
-            let named = of_stage.map(|(key, x)| (format!("stages[{i}].{key}"), x));
+            let named = of_stage.map(|(key, x)| (format!("stages[{i}].{key}"), Some(x)));
             all.extend(named);
         }
-        // What is not known is said as no number.
         let checkpoint = p.checkpoint.as_ref();
-        let seconds = |s: Option<ir::Seconds>| s.map_or(f64::NAN, |s| s.0);
+        let seconds = |s: Option<ir::Seconds>| s.map(|s| s.0);
         all.extend([
             (
                 "checkpoint.bytes".into(),
-                checkpoint.map_or(f64::NAN, |c| c.bytes.0 as f64),
+                checkpoint.map(|c| c.bytes.0 as f64),
             ),
             (
                 "checkpoint.copy_s".into(),
@@ -127,14 +126,11 @@ fn played_otherwise(
         all
     };
     let (stated, played) = (figures(&plan.predicted), figures(&played.prediction));
-    let differ = |x: f64, y: f64| match (x.is_nan(), y.is_nan()) {
-        (false, false) => (x - y).abs() > ROUNDING * x.abs().max(y.abs()).max(1e-9),
-        (none, other) => none != other,
+    let differ = |x: Option<f64>, y: Option<f64>| match (x, y) {
+        (Some(x), Some(y)) => (x - y).abs() > ROUNDING * x.abs().max(y.abs()).max(1e-9),
+        (x, y) => x.is_some() != y.is_some(),
     };
-    let shown = |x: f64| match x.is_nan() {
-        true => "none".to_string(),
-        false => Figure(x).to_string(),
-    };
+    let shown = |x: Option<f64>| x.map_or("none".to_string(), |x| Figure(x).to_string());
     let both = stated.into_iter().zip(played);
     let differing = both.filter(|((_, x), (_, y))| differ(*x, *y));
     let violations = differing.map(|((key, x), (_, y))| Violation {

@@ -153,7 +153,13 @@ pub fn brief(plan: &Plan, training: &TrainingGraph) -> String {
         None => format!(" of {}", plan.cluster.device.memory_bytes),
     };
     let memory = Bytes(memory.unwrap_or(0));
-    let _ = writeln!(w, "Memory: at most {memory}{of} on a rank");
+    let free = plan.headroom.map_or(String::new(), |share| {
+        format!(
+            "; {} was to stay free beside what is reserved",
+            percent(share)
+        )
+    });
+    let _ = writeln!(w, "Memory: at most {memory}{of} on a rank{free}");
     w += proof(plan).lines().next().unwrap_or_default();
     if let Some(words) = simpler(plan) {
         w += "\n";

@@ -77,7 +77,7 @@ impl Target {
         Target::ALL.into_iter().find(|t| t.name() == name)
     }
 
-    /// What it has not, where it has no model like this one, whose forward graph is given: `no model of
+    /// Names what it has not, where it has no model like this one, whose forward graph is given: `no model of
     /// the family gpt2`, `no flags for this model`. Those that train what a script brings have all.
     pub fn lacks(self, forward: &Graph, sequence: u64) -> Option<String> {
         let shape = || ModelShape::of(forward, sequence);

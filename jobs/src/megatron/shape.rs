@@ -227,11 +227,12 @@ fn window(args: &Arguments) -> Result<Option<u64>, JobError> {
     };
     // Tokens to the left of a query's own, and to the right; -1 for all.
     let inner = text.trim_matches(['(', ')', ' ']);
-    let left = inner.split(',').next().unwrap_or_default().trim();
-    match left.parse::<i64>() {
-        Ok(n) if n < 0 => Ok(None),
-        Ok(n) => Ok(Some(n.unsigned_abs() + 1)),
-        Err(_) => Err(args.wrong(
+    let sides = inner.split_once(',').unwrap_or((inner, "0"));
+    let number = |side: &str| side.trim().parse::<i64>();
+    match (number(sides.0), number(sides.1)) {
+        (Ok(n), Ok(_)) if n < 0 => Ok(None),
+        (Ok(n), Ok(..=0)) => Ok(Some(n.unsigned_abs() + 1)),
+        _ => Err(args.wrong(
             "window-size",
             format!("`{text}` is no window such as 4095,0"),
             "give the tokens to the left of a query's own, and a zero behind the comma",

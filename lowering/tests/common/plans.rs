@@ -122,7 +122,8 @@ fn bare(forward: &Graph, setup: &Setup) -> Plan {
     }
 }
 
-/// Of the cluster lowering reads the memory alone: a byte, so that buffers lie as close as they can.
+/// A cluster of devices with a byte of memory, which is all that lowering reads of it: buffers lie as
+/// close as they can.
 fn cluster(n: u32) -> Cluster {
     let device = Device {
         name: "none".into(),

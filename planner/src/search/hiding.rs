@@ -4,11 +4,12 @@
 //! prefers to recompute, or pipelines that move no parameters. A program gathers the next layer
 //! while this one computes, which may hide nearly all of it: ZeRO-3 over one mesh is then the
 //! fastest plan there is, and by the objective a tenth behind. So stages over all devices are
-//! chosen once more under weights that charge hardly any of such traffic, and compared as if each
-//! pass took as long as its kernels or its traffic, whichever is longer. Where that is the traffic,
-//! stages are also chosen under weights that charge half of it. The best of them are simulated
-//! beside the rest. Of one or two microbatches so are those whose parameters are
-//! whole: what they reduce at the step's end hides there too, and is charged in full.
+//! chosen once more under weights that charge hardly any of such traffic, and compared as programs
+//! run them: a pass takes as long as its kernels or its traffic, whichever is longer, and a part of
+//! the other that shows. Where traffic takes nearly as long as kernels, stages are also chosen under
+//! weights that charge half of it. The best of them are simulated beside the rest. Of one or two
+//! microbatches so are those whose parameters are whole: what they reduce at the step's end hides
+//! there too, and is charged in full.
 
 use super::mixes::Rungs;
 use super::pipelines::{NEAR, Pipeline};
@@ -163,39 +164,56 @@ impl Search<'_> {
                     assumed,
                     likeness: Likeness::default(),
                 };
-                let beside = self.beside(&pipeline, &of[0])?;
+                let beside = self.beside(&pipeline, &of[0]);
                 pipeline.choice.cost.total_s = beside.total_s;
                 Some((pipeline, beside))
             };
             let first = at(MOST_HIDDEN);
             let is_much = first.as_ref().is_some_and(|(_, beside)| beside.is_much);
             let second = is_much.then(|| at(HALF_HIDDEN)).flatten();
+            let same = |a: &Pipeline, b: &Pipeline| {
+                let tag = |p: &Pipeline| p.choice.stages.first().map(|s| s.tag);
+                tag(a) == tag(b) && a.choice.cost == b.choice.cost
+            };
+            let second = second.filter(|(p, _)| first.as_ref().is_none_or(|(q, _)| !same(p, q)));
             let found = first.into_iter().chain(second).map(|(p, _)| p);
             found.filter(|p| p.choice.cost.total_s <= to_beat).collect()
         });
         made.collect()
     }
 
-    /// A pipeline of one stage where its traffic runs beside its kernels.
-    fn beside(&self, p: &Pipeline, candidate: &Candidate) -> Option<Beside> {
-        let (_, rungs) = Rungs::of_tag(p.choice.stages.first()?.tag);
-        let costs = &candidate.known_stages()?[self.sequences.longest()];
-        let (_, cost) = costs.iter().find(|(own, _)| *own == rungs)?;
+    /// A pipeline of one stage where its traffic runs beside its kernels; as it is charged, where the
+    /// stage's costs are not known.
+    fn beside(&self, p: &Pipeline, candidate: &Candidate) -> Beside {
+        let charged_s = p.choice.cost.total_s;
+        let rungs = p.choice.stages.first().map(|s| Rungs::of_tag(s.tag).1);
+        let of_all = candidate.known_stages();
+        let of_all = of_all.and_then(|costs| costs.get(self.sequences.longest()));
+        let own = of_all
+            .into_iter()
+            .flatten()
+            .find(|(own, _)| Some(*own) == rungs);
+        let Some((_, cost)) = own else {
+            return Beside {
+                total_s: charged_s,
+                is_much: false,
+            };
+        };
         let seconds = |t: Phases| t.forward + t.backward;
         let (seen_s, traffic_s) = (seconds(cost.time), seconds(cost.hideable));
         let kernels_s = seen_s - (1.0 - p.assumed.hidden) * traffic_s;
         let (less_s, more_s) = (kernels_s.min(traffic_s), kernels_s.max(traffic_s));
         let beside_s = more_s + SHOWN * less_s * (less_s / more_s.max(f64::MIN_POSITIVE)).powi(2);
-        Some(Beside {
-            total_s: p.choice.cost.total_s + f64::from(p.m) * (beside_s - seen_s),
+        Beside {
+            total_s: charged_s + f64::from(p.m) * (beside_s - seen_s),
             is_much: traffic_s > MUCH * kernels_s,
-        })
+        }
     }
 }
 
 /// The time of a pipeline whose traffic runs beside its kernels.
 struct Beside {
-    /// Seconds of a step, if each waits for the longer of the two.
+    /// Seconds of a step: of each pass the longer of the two, and what shows of the shorter.
     total_s: f64,
     /// Whether the traffic takes nearly as long as the kernels, or longer.
     is_much: bool,

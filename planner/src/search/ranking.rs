@@ -396,8 +396,11 @@ impl Search<'_> {
                             reserve,
                             plan: (*played.plan).clone(),
                         });
-                        // What was to hide may have no room to.
-                        let lacks = match p.assumed.hides() && times < TIMES {
+                        // What was to hide may have no room to, which matters of what is near.
+                        let fastest = simulated.ranked.iter().map(|r| r.step_s);
+                        let fastest_s = fastest.fold(f64::INFINITY, f64::min);
+                        let is_near = played.simulation.step_time.0 <= self.near() * fastest_s;
+                        let lacks = match p.assumed.hides() && is_near && times < TIMES {
                             true => self.lacks_room(&played.program),
                             false => None,
                         };
@@ -461,8 +464,9 @@ impl Search<'_> {
         })
     }
 
-    /// A pipeline that overran the memory by so many bytes made again with more reserved, until
-    /// other strategies are chosen: what it was chosen for may have left more free than it overran.
+    /// A pipeline that overran the memory by so many bytes, or has so many too few for what is to
+    /// hide, made again with more reserved, until other strategies are chosen: what it was chosen for
+    /// may have left more free than that.
     fn smaller(&self, p: &Pipeline, reserve: u64, over: u64) -> Option<(Pipeline, u64)> {
         let entries =
             |p: &Pipeline| -> Vec<u64> { p.choice.stages.iter().map(|s| s.tag).collect() };

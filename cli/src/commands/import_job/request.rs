@@ -332,16 +332,22 @@ fn model_of(
             job.vocab_multiple
         ));
     }
-    let has_experts = ["num_experts", "num_local_experts", "n_routed_experts"]
-        .iter()
-        .any(|k| value.get(k).is_some());
+    let has_experts = EXPERTS.iter().any(|k| value.get(k).is_some());
     let loaded = model::parse_config(&name, &value.to_string())?;
     let loaded = model::Model::Config(Box::new(loaded));
     let capacity = job.capacity.filter(|_| has_experts);
-    remarks.extend(capacity.map(|c| dropped(&c)));
+    // A token has no expert twice, so of enough slots some are always free.
+    let number = |key: &str| value.get(key).and_then(serde_json::Value::as_u64);
+    let n_experts = EXPERTS.iter().find_map(|key| number(key));
+    let of_token = number("num_experts_per_tok").unwrap_or(1);
+    let may_drop = |c: &Capacity| n_experts.is_none_or(|n| c.factor * (of_token as f64) < n as f64);
+    remarks.extend(capacity.filter(may_drop).map(|c| dropped(&c)));
     let computed = capacity.map_or(1.0, |c| c.computed());
     loaded.with_expert_capacity(has_experts.then_some(computed))
 }
+
+/// Fields of configurations that say how many experts there are.
+const EXPERTS: [&str; 3] = ["num_experts", "num_local_experts", "n_routed_experts"];
 
 /// Says that tokens are dropped, and which slots figures are of.
 fn dropped(capacity: &Capacity) -> String {

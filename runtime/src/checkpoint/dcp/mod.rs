@@ -260,7 +260,7 @@ impl Source {
         })
     }
 
-    /// What stands before the names of all states that are wanted, as when a module was wrapped
+    /// The prefix of the names of all states that are wanted, as when a module was wrapped
     /// (`module.`, `_orig_mod.`) or saved under a key (`model.`); empty where they stand as they are, or
     /// where there is no one such prefix.
     fn prefix(&self, wanted: &BTreeMap<String, Vec<u64>>) -> String {

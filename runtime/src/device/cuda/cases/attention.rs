@@ -361,7 +361,7 @@ fn real(
     ]
 }
 
-/// What is timed in a step of so many samples of so many tokens. Where it has 8 samples of 1024
+/// Cases that are timed, of a step of so many samples of so many tokens. Where it has 8 samples of 1024
 /// tokens, these are attentions of the steps that are measured: GPT-2 124M's, and those of
 /// Llama-like models with as many heads of keys as of queries and with half of them. Then ones with
 /// bounds: a window and capped scores, slopes, and values narrower than keys.

@@ -98,10 +98,17 @@ impl Op<'_> {
         })
     }
 
+    /// Pixels of a part that is added up alone: more in the largest images, as a grid has so many
+    /// parts at most.
+    fn pixels_of_part(&self) -> usize {
+        let s = grouped(self.x[0].local);
+        PIXELS_OF_PART.max(s.pixels.div_ceil(MOST_SAMPLES))
+    }
+
     /// Parts into which a sample's pixels are cut for sums, and bytes of one of two sums.
     fn group_parts(&self) -> (usize, usize) {
         let s = grouped(self.x[0].local);
-        let parts = s.pixels.div_ceil(PIXELS_OF_PART).max(1);
+        let parts = s.pixels.div_ceil(self.pixels_of_part()).max(1);
         (parts, 8 * s.samples * parts * s.groups * s.width)
     }
 
@@ -332,7 +339,7 @@ impl Op<'_> {
         let columns = pieces.next_power_of_two().min(SUM_THREADS as usize);
         add.threads = SUM_THREADS;
         add.grid = [pieces.div_ceil(columns), parts, s.samples].map(|n| n as u32);
-        let numbers = [s.pixels, channels, PIXELS_OF_PART, columns, s.width];
+        let numbers = [s.pixels, channels, self.pixels_of_part(), columns, s.width];
         steps.push(add.n(0, &numbers.map(|n| n as i64)));
         if let OpKind::GroupNormGradWeight = self.kind {
             let add = call(IMAGES, "group_norm_grad_weight", &[sums, more, x[3]], &y);

@@ -59,7 +59,7 @@ pub(super) struct Op<'a> {
     pub shared: u32,
 }
 
-/// These bytes of GPUs of compute capability 9.0 and 10.0.
+/// Bytes of shared memory that a block may have on GPUs of compute capability 9.0 and 10.0.
 pub(super) const MUCH_SHARED: u32 = 227 << 10;
 
 /// Bytes of the memory for sums on the way that every op may take.
