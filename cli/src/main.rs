@@ -198,10 +198,15 @@ fn expected(source: &(dyn std::error::Error + 'static), value: &str) -> Option<S
 
 /// Rewords that a number is in no range of the language's: "1 is not in 2..=64".
 fn range_in_words(message: &str) -> Option<String> {
-    let (_, range) = message.split_once(" is not in ")?;
+    let (value, range) = message.split_once(" is not in ")?;
     let (least, most) = range.split_once("..")?;
+    let is_beyond = |most: &str| match (value.parse::<i128>(), most.parse::<i128>()) {
+        (Ok(value), Ok(most)) => value > most,
+        _ => false,
+    };
+    let any = [u32::MAX.to_string(), u64::MAX.to_string()];
     Some(match most.strip_prefix('=') {
-        Some(most) if most != u32::MAX.to_string() && most != u64::MAX.to_string() => {
+        Some(most) if is_beyond(most) || !any.iter().any(|any| any == most) => {
             format!("expected {least} to {most}")
         }
         _ => format!("expected {least} or more"),

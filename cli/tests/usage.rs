@@ -231,6 +231,7 @@ fn numbers_that_make_no_sense_are_refused_in_words() {
     said("nan").says(&["'nan' for '--hosts <HOSTS>': expected a whole number in digits alone"]);
     said("").says(&["expected a whole number in digits alone"]);
     said("0").says(&["'0' for '--hosts <HOSTS>': expected 1 or more"]);
+    said("99999999999").says(&["expected 1 to 4294967295"]);
     // Too many hosts are not helped by a link, which there is.
     let many = said("100000000").says(&["--hosts 100000000", "expected 1 to 1048576", "or fewer"]);
     assert!(!many.err.contains("give it a link"), "{}", many.err);
