@@ -37,6 +37,9 @@ const SHOWN: f64 = 0.2;
 /// The ZeRO levels at which the fastest is simulated once more: below them nothing moves in the
 /// microbatches.
 pub(super) const LEVELS: [u8; 2] = [2, 3];
+/// The ZeRO levels that those of few microbatches are also chosen at: parameters whole everywhere,
+/// and gradients split as they are made.
+const LEVELS_OF_FEW: [u8; 2] = [0, 2];
 /// Microbatches up to which what is reduced once a step hides as well: behind the backward pass of
 /// the last one, which is most of the work then.
 const FEW: u32 = 2;
@@ -88,9 +91,9 @@ impl Search<'_> {
         found
     }
 
-    /// Pipelines of few microbatches whose parameters are whole everywhere, if those of `found` may
-    /// be split: the objective charges all of what is reduced at the step's end, assumed to hide or
-    /// not, so by it splitting is always better.
+    /// Pipelines of few microbatches whose parameters are whole in them, if those of `found` may be
+    /// split: the objective charges all of what moves at the step's ends, assumed to hide or not, so
+    /// by it splitting is better for the microbatches as well.
     fn whole_beside(
         &self,
         found: &[Pipeline],
@@ -103,8 +106,11 @@ impl Search<'_> {
             return Vec::new();
         };
         let any = (whole, f64::INFINITY);
-        let all = self.hiding_of(any, best.batch, schedule, reserve, Some(0));
-        self.nearest(all)
+        let of_level = |level: u8| {
+            let all = self.hiding_of(any, best.batch, schedule, reserve, Some(level));
+            self.nearest(all)
+        };
+        LEVELS_OF_FEW.into_iter().flat_map(of_level).collect()
     }
 
     /// Those near the best, as many as are simulated. Of equal ones that of the larger microbatch and
