@@ -20,12 +20,14 @@ FLUSH_BYTES = 256 << 20
 class Bench:
     """A device, a folder for results, and a limit of time."""
 
-    def __init__(self, stage: str) -> None:
+    def __init__(self, stage: str,
+                 options: Callable[[argparse.ArgumentParser], None] = lambda _: None) -> None:
         parser = argparse.ArgumentParser(description=f"Measures: {stage}.")
         parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
         parser.add_argument("--quick", action="store_true", help="tiny sizes, few repetitions")
         parser.add_argument("--out", type=Path, required=True, help="folder for results")
         parser.add_argument("--seconds", type=float, default=500.0, help="when to stop")
+        options(parser)
         self.args = parser.parse_args()
         self.quick: bool = self.args.quick
         self.on_gpu = self.args.device == "cuda"

@@ -6,7 +6,9 @@ dense bf16 peak of the data sheet. Meshwright's step is also held against its pl
 
 from __future__ import annotations
 
+import argparse
 import gc
+import json
 
 import torch
 
@@ -14,8 +16,8 @@ import own
 from common import Bench
 from train import MODELS, PEAKS, QUICK, Shape, train
 
-# The models that fit the time of a visit, smallest first.
-CHOSEN = ("gpt2-124m", "llama-1b")
+# The order in which the models are measured: one of each kind before the others.
+ORDER = ("gpt2-124m", "llama-1b", "gpt2-1.5b", "gpt2-350m", "llama-3b", "gpt2-774m")
 STEPS = 12
 
 
@@ -40,6 +42,8 @@ def meshwright(bench: Bench, s: Shape, batch: int) -> dict[str, object]:
     said, measured = own.run(path, tokens, 3 if bench.quick else STEPS, 1e-4, "--matmuls", "tuned",
                              "--profile", 2)
     compared = own.verb("compare", path, path.with_suffix(".run.json"))["comparison"]
+    profile = bench.args.out / f"compare-{s.name}.json"
+    profile.write_text(json.dumps(compared, indent=1) + "\n", encoding="utf-8")
     return {
         "median_s": said["step_time_s"],
         "tokens_per_s": said["tokens_per_s"],
@@ -62,19 +66,21 @@ def measure(bench: Bench, s: Shape) -> None:
             bench.row(**fields, error="not measured: the stage's time was up")
             return
         theirs, ours, errors = None, None, []
-        try:
-            theirs = pytorch(bench, s, batch)
-        except Exception as e:  # noqa: BLE001 - the other side is measured all the same
-            errors.append(f"PyTorch: {type(e).__name__}: {str(e)[:300]}")
-        gc.collect()
+        if not bench.args.alone:
+            try:
+                theirs = pytorch(bench, s, batch)
+            except Exception as e:  # noqa: BLE001 - the other side is measured all the same
+                errors.append(f"PyTorch: {type(e).__name__}: {str(e)[:300]}")
+            gc.collect()
         try:
             ours = meshwright(bench, s, batch)
         except (own.Failed, KeyError, ValueError) as e:
             errors.append(f"Meshwright: {str(e)[-600:]}")
         row = fields | {"pytorch": theirs, "meshwright": ours}
+        if ours:
+            row["predicted_over_measured"] = ours["predicted_step_s"] / ours["median_s"]
         if theirs and ours:
             row["ratio"] = ours["tokens_per_s"] / theirs["tokens_per_s"]
-            row["predicted_over_measured"] = ours["predicted_step_s"] / ours["median_s"]
             name = torch.cuda.get_device_name() if bench.on_gpu else ""
             peak = next((p for part, p in PEAKS.items() if part in name), None)
             if peak is not None:
@@ -83,14 +89,20 @@ def measure(bench: Bench, s: Shape) -> None:
         if errors:
             row["error"] = "; ".join(errors)
         bench.row(**row)
-        if theirs and ours:
+        if ours and (theirs or bench.args.alone):
             return
 
 
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--models", nargs="+", choices=ORDER, default=ORDER, help="only these")
+    parser.add_argument("--alone", action="store_true", help="Meshwright without PyTorch beside it")
+
+
 def main() -> None:
-    bench = Bench("throughput")
+    bench = Bench("throughput", options)
     torch.manual_seed(1)
-    for s in QUICK if bench.quick else (m for m in MODELS if m.name in CHOSEN):
+    named = [m for m in MODELS if m.name in bench.args.models]
+    for s in QUICK if bench.quick else sorted(named, key=lambda m: ORDER.index(m.name)):
         measure(bench, s)
 
 
