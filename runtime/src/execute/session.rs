@@ -157,7 +157,9 @@ impl Cast {
     fn on_gpu(&self, n_gpus: usize, (rank, role): (Rank, usize)) -> Result<Cuda, RuntimeError> {
         let (device, host) = self.arenas(role);
         let ordinal = rank.0 as usize % n_gpus.max(1);
-        Cuda::with(ordinal, device, host, self.options.matmuls)
+        let gpu = Cuda::with(ordinal, device, host, self.options.matmuls)?;
+        gpu.prepare(&self.program.roles[role])?;
+        Ok(gpu)
     }
     fn by_host(
         &self,

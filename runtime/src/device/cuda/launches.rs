@@ -1,7 +1,7 @@
 //! How much a GPU is given to do by an instruction: counted from the very calls that compute it,
 //! without a GPU.
 
-use super::args::{Span, Step};
+use super::args::{Source, Span, Step, Types};
 use super::joined::{Part as Joint, parts};
 use super::ops::{self, Op, Part};
 use crate::RuntimeError;
@@ -9,6 +9,7 @@ use crate::execute::joined::{FEWEST, joined};
 use crate::execute::{Context, Local};
 use ir::program::{InstrKind, RoleProgram};
 use ir::{BufferId, OpKind};
+use std::collections::BTreeSet;
 
 /// Bytes between the addresses that operands would have; they are aligned as those of an arena.
 const APART: u64 = 1 << 44;
@@ -40,6 +41,23 @@ pub fn launches(role: &RoleProgram) -> Vec<Vec<Option<u64>>> {
             n_joined.iter().enumerate().map(count).collect()
         })
         .collect()
+}
+
+/// The files and types of the kernels that a role's program calls, each once.
+pub(super) fn files(role: &RoleProgram) -> Vec<(Source, Types)> {
+    let all = role.templates.iter().flat_map(|t| &t.instructions);
+    let steps = all.filter_map(|i| steps_of(role, &i.kind)).flatten();
+    let mut files = Vec::new();
+    let mut seen = BTreeSet::new();
+    for step in steps {
+        if let Step::Call(call) = step
+            && !call.is_empty()
+            && seen.insert((call.source.name, call.types))
+        {
+            files.push((call.source, call.types));
+        }
+    }
+    files
 }
 
 fn local_of(role: &RoleProgram, id: &BufferId) -> Option<Local> {

@@ -3,23 +3,27 @@
 #![allow(unsafe_code)] // asks whether the libraries are there
 
 use super::args::{Call, PRELUDE, Source, Types};
-use super::places;
 use super::products::Chosen;
+use super::{compiled, places};
 use crate::error::RuntimeError;
 use cudarc::driver::sys::CUdevice_attribute;
 use cudarc::driver::{CudaContext, CudaModule, DriverError};
-use cudarc::nvrtc::{CompileError, CompileOptions, compile_ptx_with_opts};
+use cudarc::nvrtc::Ptx;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::thread;
 
 /// How to go on without a GPU.
 const WITHOUT: &str = "without a GPU, an emulated one runs the same program slowly: \
     `cargo build --release --examples -p emulator`, and LD_LIBRARY_PATH=target/release/examples \
     before the command";
 
+/// A module, or room for it: whoever needs it first makes it while others that need it wait.
+type Room = Arc<Mutex<Option<Arc<CudaModule>>>>;
 /// Modules by file and types.
-type Modules = BTreeMap<(&'static str, Types), Arc<CudaModule>>;
+type Modules = BTreeMap<(&'static str, Types), Room>;
 
 /// A GPU of this process, which the ranks on it share.
 pub(super) struct Gpu {
@@ -122,7 +126,7 @@ impl Gpu {
                 Arc::clone(&context),
                 context.name()?,
                 shared,
-                format!("compute_{major}{minor}"),
+                format!("sm_{major}{minor}"),
             ))
         }));
         let opened = opened.map_err(|_| absent("the NVIDIA driver lacks functions of CUDA 13"))?;
@@ -140,20 +144,62 @@ impl Gpu {
         Ok(gpu)
     }
 
-    /// The module with the kernel of a call, compiled when it is first asked for.
+    /// The module with the kernel of a call, made when it is first asked for.
     pub fn module(&self, call: &Call) -> Result<Arc<CudaModule>, RuntimeError> {
-        let key = (call.source.name, call.types);
-        // Others wait meanwhile: they may need the same.
-        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(module) = modules.get(&key) {
+        self.made(call.source, call.types)
+    }
+
+    /// Makes the modules of these files and types, many at once.
+    ///
+    /// Fails where one cannot be compiled.
+    pub fn prepare(&self, wanted: &[(Source, Types)]) -> Result<(), RuntimeError> {
+        let at_once = thread::available_parallelism().map_or(1, usize::from);
+        let next = AtomicUsize::new(0);
+        let make = || {
+            while let Some((source, types)) = wanted.get(next.fetch_add(1, Ordering::Relaxed)) {
+                self.made(*source, *types)?;
+            }
+            Ok(())
+        };
+        thread::scope(|scope| {
+            let threads: Vec<_> = (0..at_once.min(wanted.len()))
+                .map(|_| scope.spawn(make))
+                .collect();
+            let ended = threads.into_iter().map(|t| t.join());
+            let results: Vec<_> = ended
+                .map(|r| r.unwrap_or_else(|_| Err(RuntimeError::Program("a compiler ends".into()))))
+                .collect();
+            results.into_iter().collect()
+        })
+    }
+
+    fn made(&self, source: Source, types: Types) -> Result<Arc<CudaModule>, RuntimeError> {
+        let room = {
+            let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+            Arc::clone(modules.entry((source.name, types)).or_default())
+        };
+        let mut room = room.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(module) = &*room {
             return Ok(Arc::clone(module));
         }
-        let ptx = compile(call.source, &call.types, &self.architecture)?;
-        let module = self
-            .context
-            .load_module(ptx)
-            .map_err(|e| failed(call.source.name, e))?;
-        modules.insert(key, Arc::clone(&module));
+        let module = self.load(source, &types)?;
+        Ok(Arc::clone(room.insert(module)))
+    }
+
+    /// Loads code that was kept, or compiles it.
+    fn load(&self, source: Source, types: &Types) -> Result<Arc<CudaModule>, RuntimeError> {
+        let (text, options) = (whole(source), options(types, &self.architecture));
+        let load = |code: &[u8]| self.context.load_module(Ptx::from_binary(code.to_vec()));
+        let file = compiled::folder().map(|f| compiled::file(&f, &self.name, &text, &options));
+        let kept = file.as_deref().and_then(compiled::read);
+        if let Some(Ok(module)) = kept.map(|code| load(&code)) {
+            return Ok(module);
+        }
+        let code = compile(source, types, &self.architecture)?;
+        let module = load(&code).map_err(|e| failed(source.name, e))?;
+        if let Some(file) = file {
+            compiled::keep(&file, &code);
+        }
         Ok(module)
     }
 }
@@ -163,26 +209,18 @@ fn whole(source: Source) -> String {
     format!("{PRELUDE}\n#line 1 \"{}\"\n{}", source.name, source.text)
 }
 
-/// Compiles a file of kernels.
-fn compile(
-    source: Source,
-    types: &Types,
-    architecture: &str,
-) -> Result<cudarc::nvrtc::Ptx, RuntimeError> {
+/// Options of the compiler for these types and this architecture.
+fn options(types: &Types, architecture: &str) -> Vec<String> {
     let mut options = types.options();
     options.push(format!("--gpu-architecture={architecture}"));
     // Not every file needs all of the prelude.
     options.extend(["--std=c++17", "--diag-suppress=177"].map(String::from));
-    let options = CompileOptions {
-        options,
-        name: Some(source.name.into()),
-        ..CompileOptions::default()
-    };
-    compile_ptx_with_opts(whole(source), options).map_err(|error| {
-        let problem = match error {
-            CompileError::CompileError { log, .. } => log.to_string_lossy().trim().to_string(),
-            other => format!("{other:?}"),
-        };
+    options
+}
+
+/// Compiles a file of kernels to machine code.
+fn compile(source: Source, types: &Types, architecture: &str) -> Result<Vec<u8>, RuntimeError> {
+    compiled::compile(&whole(source), &options(types, architecture)).map_err(|problem| {
         RuntimeError::Device {
             problem: format!("{} cannot be compiled: {problem}", source.name),
         }
@@ -276,7 +314,7 @@ mod tests {
             eprintln!("skipped: there is no libnvrtc.so; see the comment of this test");
             return;
         }
-        for architecture in ["compute_80", "compute_90", "compute_100"] {
+        for architecture in ["sm_80", "sm_90", "sm_100"] {
             for source in SOURCES {
                 for name in ["f32", "bf16", "f16"] {
                     // Tensor cores take halves.
@@ -308,7 +346,7 @@ mod tests {
             scores: EVERYTHING,
         };
         for source in [ATTENTION, ATTENTION_TILES, ATTENTION_TILES_GRAD] {
-            compile(source, &types, "compute_90").unwrap_or_else(|e| panic!("every switch: {e}"));
+            compile(source, &types, "sm_90").unwrap_or_else(|e| panic!("every switch: {e}"));
         }
     }
 }

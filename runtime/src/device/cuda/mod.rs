@@ -14,6 +14,7 @@
 mod args;
 #[cfg(any(test, feature = "testing"))]
 mod cases;
+mod compiled;
 mod joined;
 mod launches;
 mod lend;
@@ -255,6 +256,14 @@ impl Cuda {
             products,
             kept_bytes: 0,
         })
+    }
+
+    /// Compiles the kernels that a role's program calls, many at once, so that its first step does
+    /// not wait for one after the other.
+    ///
+    /// Fails where one cannot be compiled.
+    pub fn prepare(&self, role: &RoleProgram) -> Result<(), RuntimeError> {
+        self.gpu.prepare(&launches::files(role))
     }
 
     fn bind(&self) -> Result<(), RuntimeError> {
