@@ -9,6 +9,9 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import shutil
+import threading
+import time
 
 import torch
 
@@ -19,6 +22,31 @@ from train import MODELS, PEAKS, QUICK, Shape, train
 # The order in which the models are measured: one of each kind before the others.
 ORDER = ("gpt2-124m", "llama-1b", "gpt2-1.5b", "gpt2-350m", "llama-3b", "gpt2-774m")
 STEPS = 12
+
+
+class Used:
+    """Most bytes that the GPU has in use while this lasts, beyond those at its begin."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self.on_gpu = on_gpu
+        self.most = 0
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self.watch)
+
+    def watch(self) -> None:
+        free, _ = torch.cuda.mem_get_info()
+        while not self.over.wait(0.2):
+            self.most = max(self.most, free - torch.cuda.mem_get_info()[0])
+
+    def __enter__(self) -> Used:
+        if self.on_gpu:
+            self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        if self.on_gpu:
+            self.thread.join()
 
 
 def pytorch(bench: Bench, s: Shape, batch: int) -> dict[str, object]:
@@ -38,13 +66,21 @@ def meshwright(bench: Bench, s: Shape, batch: int) -> dict[str, object]:
     own.write_config(s, folder)
     tokens = folder / "tokens.bin"
     own.write_tokens(torch.randint(s.vocabulary, (batch * s.sequence * 2 + 1,)), tokens)
+    began = time.perf_counter()
     path = own.plan(folder, s, batch, "bf16", own.cluster(bench.on_gpu))
-    said, measured = own.run(path, tokens, 3 if bench.quick else STEPS, 1e-4, "--matmuls", "tuned",
-                             "--profile", 2)
+    planned = time.perf_counter()
+    with Used(bench.on_gpu) as used:
+        said, measured = own.run(path, tokens, 3 if bench.quick else STEPS, 1e-4, "--matmuls",
+                                 "tuned", "--profile", 2)
+    ran = time.perf_counter()
     compared = own.verb("compare", path, path.with_suffix(".run.json"))["comparison"]
     profile = bench.args.out / f"compare-{s.name}.json"
     profile.write_text(json.dumps(compared, indent=1) + "\n", encoding="utf-8")
+    shutil.copy(path.with_suffix(".run.json"), bench.args.out / f"run-{s.name}.json")
     return {
+        "compile_s": planned - began,
+        "run_s": ran - planned,
+        "device_bytes": used.most,
         "median_s": said["step_time_s"],
         "tokens_per_s": said["tokens_per_s"],
         "peak_bytes": max(said["peak_bytes"]),

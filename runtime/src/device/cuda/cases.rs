@@ -5,6 +5,7 @@ mod attention;
 mod experts;
 mod images;
 
+use super::library::{Gpu, count};
 use super::{Cuda, Matmuls, Multiplier};
 use crate::device::{Cpu, Device, Place, Tensor, Work};
 use crate::error::RuntimeError;
@@ -571,6 +572,9 @@ fn error_by_norm(got: &[f32], expected: &[f32]) -> f64 {
 /// Fails where there is no GPU; what a kernel does wrong is in its comparison.
 pub fn compare(mut on: impl FnMut(Compared)) -> Result<(), RuntimeError> {
     let context = context();
+    count()?;
+    // Kernels live as long as somebody has the GPU open.
+    let _open = Gpu::open(0)?;
     for (dtype, limit) in [(DType::F32, 1e-5), (DType::Bf16, 1e-2), (DType::F16, 2e-3)] {
         for case in cases(dtype) {
             let expected = results(&mut Cpu::new(SMALL, 0, 1), &case, &context)?;
@@ -762,6 +766,8 @@ pub fn time(
     is_over: impl Fn() -> bool,
     mut on: impl FnMut(Timed),
 ) -> Result<(), RuntimeError> {
+    count()?;
+    let _open = Gpu::open(0)?;
     for (name, case, flops) in real(samples, tokens) {
         let (xs, ys, bytes) = places(&case);
         for &by in multipliers(&case) {
