@@ -7,7 +7,11 @@ use crate::rng::{self, Key};
 use ir::OpKind;
 use ir::op::Init;
 use ir::training::TrainingGraph;
+use rayon::prelude::*;
 use std::collections::BTreeMap;
+
+/// Elements that a thread draws at once.
+const PART: usize = 1 << 16;
 
 /// The initial value of the state at `path`, a tensor of lengths `shape`.
 pub fn parameter(seed: u64, path: &str, init: Init, shape: &[u64]) -> Vec<f32> {
@@ -17,10 +21,13 @@ pub fn parameter(seed: u64, path: &str, init: Init, shape: &[u64]) -> Vec<f32> {
         Init::Ones => vec![1.0; n],
         Init::Normal { std } => {
             let mut values = vec![0.0; n];
-            rng::fill_normal(Key::init(seed, path), 0, &mut values);
-            values
-                .iter_mut()
-                .for_each(|v| *v = (f64::from(*v) * std) as f32);
+            let key = Key::init(seed, path);
+            let parts = values.par_chunks_mut(PART).enumerate();
+            parts.for_each(|(i, part)| {
+                rng::fill_normal(key, (i * PART) as u64, part);
+                part.iter_mut()
+                    .for_each(|v| *v = (f64::from(*v) * std) as f32);
+            });
             values
         }
     }
@@ -60,6 +67,12 @@ mod tests {
             base.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>() / base.len() as f64;
         // 20,000 samples: the mean square is within 5 * sqrt(2 / 20,000) = 5% of the variance.
         assert!((mean_square / 0.0004 - 1.0).abs() < 0.05, "{mean_square}");
+        // Threads draw the numbers that one would.
+        let (n, std) = (2 * PART + 5, 0.5);
+        let mut alone = vec![0.0; n];
+        rng::fill_normal(Key::init(7, "large"), 0, &mut alone);
+        let scaled: Vec<f32> = alone.iter().map(|v| (f64::from(*v) * std) as f32).collect();
+        assert!(scaled == parameter(7, "large", Init::Normal { std }, &[n as u64]));
         assert_eq!(parameter(7, "b", Init::Zeros, &[3]), [0.0; 3]);
         assert_eq!(parameter(7, "g", Init::Ones, &[]), [1.0]);
     }

@@ -21,6 +21,8 @@ use crate::stragglers::Spent;
 use ir::program::{ARENA_ALIGN, Event, Program, Space, StateBuffer};
 use ir::training::{LOSS_SCALE, LOWEST_LOSS_SCALE, StateRole, UPDATES};
 use ir::{BufferId, Rank, TrainSpec};
+use rayon::prelude::*;
+use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -352,7 +354,12 @@ impl Session {
                 role: state.role,
                 lens: &buffer.lens,
             })?;
-            self.set_state(&path, &places, values)?;
+            // They are zeros already, as are most of an optimizer's states.
+            let is_zero = values.par_iter().all(|v| v.to_bits() == 0);
+            let expected: u64 = buffer.lens.iter().product();
+            if !(is_zero && values.len() as u64 == expected) {
+                self.set_state(&path, &places, values)?;
+            }
         }
         Ok(())
     }
@@ -754,7 +761,8 @@ impl Session {
                 part.cut(&values, &mut own);
                 let mut bytes = Bytes::zeroed(part.bytes());
                 narrow(buffer.dtype, &own, &mut bytes);
-                self.ask(&[member], |_| Request::Write(state.buffer, bytes.clone()))?;
+                let once = Cell::new(bytes);
+                self.ask(&[member], |_| Request::Write(state.buffer, once.take()))?;
             }
         }
         Ok(())
@@ -812,17 +820,20 @@ impl Session {
         if let Some(reason) = &self.ended {
             return Err(RuntimeError::Ended(reason.clone()));
         }
+        let mut plays = false;
         for m in ranks {
-            self.workers[m.worker].tell(m.rank, request(m));
+            let wanted = request(m);
+            plays |= matches!(wanted, Request::Play(_));
+            self.workers[m.worker].tell(m.rank, wanted);
         }
         let mut replies: Vec<Option<Reply>> = ranks.iter().map(|_| None).collect();
         let (mut errors, mut silent, mut failed) = (Vec::new(), Vec::new(), None);
         let asked = Instant::now();
         // In a step the ranks meet, at its end too, so that their answers come together. What else
         // they are asked each does alone, and may take long.
-        let (mut heard, patience) = match ranks.first().map(&request) {
-            Some(Request::Play(_)) => (None, self.watchdog),
-            _ => (Some(asked), self.watchdog.saturating_mul(ALONE)),
+        let (mut heard, patience) = match plays {
+            true => (None, self.watchdog),
+            false => (Some(asked), self.watchdog.saturating_mul(ALONE)),
         };
         let is_step = heard.is_none();
         let mut lost = Vec::new();
