@@ -4,12 +4,13 @@
 //! Ranks meet through the host's memory or by the emulator's NCCL, with a GPU each or several on one.
 
 use emulator::harness::{is_emulated, is_emulated_with};
-use ir::op::{Init, Scores};
+use ir::op::{Binary, Init, Scores};
 use ir::program::InstrKind;
 use ir::testing::{GraphOptions, random_graph, sequence_of};
 use ir::training::StateRole;
 use ir::{Graph, OpKind, Optimizer, Precision, TrainSpec};
 use runtime::device::Backend;
+use runtime::device::cuda::{Matmuls, Multiplier};
 use runtime::execute::{Session, SessionOptions, StateRequest};
 use runtime::fabric::Meets;
 use tests::{Case, cluster, distance, planned, relative};
@@ -262,7 +263,8 @@ fn experts_of_every_kind() {
     }
 }
 
-/// Instructions that are put on the GPU together give the bits that each gives alone.
+/// Instructions that are put on the GPU together give the bits that each gives alone; without
+/// cuBLASLt, which makes one call of chains and rounds less.
 #[test]
 fn joined_launches_change_no_bit() {
     if !is_emulated("joined_launches_change_no_bit") {
@@ -281,7 +283,16 @@ fn joined_launches_change_no_bit() {
         case.train.precision = precision;
         let made = planned(&case.forward, &case.train, &cluster(n), pins).expect("a plan");
         let bits = |profile: bool| {
-            let mut session = case.session_on_gpus(&made.program, None, Meets::Host);
+            let options = SessionOptions {
+                backend: Backend::Cuda,
+                meets: Meets::Host,
+                matmuls: Matmuls {
+                    by: Multiplier::Plain,
+                    tf32: false,
+                },
+                ..SessionOptions::default()
+            };
+            let mut session = case.session_with(&made.program, options);
             let mut seen = Vec::new();
             for batch in case.batches.iter().take(STEPS) {
                 let step = session.step(batch, case.lr, profile).expect("a step");
@@ -303,6 +314,53 @@ fn joined_launches_change_no_bit() {
             joined > 2 * params,
             "{name}: {joined} of {params} parameters"
         );
+    }
+}
+
+/// Products with what follows them are one call, in steps of several microbatches, and give what CPU
+/// ranks give one by one.
+#[test]
+fn chains_are_one_call() {
+    if !is_emulated("chains_are_one_call") {
+        return;
+    }
+    let pins: &[&str] = &["data=1", "microbatch=1"];
+    let add = OpKind::Binary { f: Binary::Add };
+    for (name, precision, rounding) in [
+        ("gpt2_small_tied", Precision::F32, F32),
+        ("gpt2_small_tied", Precision::Bf16, 1e-2),
+        ("llama_tied", Precision::Bf16, 1e-2),
+    ] {
+        let mut case = Case::load(name);
+        case.train.precision = precision;
+        check(&case, 1, pins, rounding, (Meets::Host, LIST));
+        let made = planned(&case.forward, &case.train, &cluster(1), pins).expect("a plan");
+        assert!(made.program.n_microbatches > 1, "{name}: one microbatch");
+        let role = &made.program.roles[0];
+        let launches = runtime::device::cuda::launches(role);
+        let mut seen = std::collections::BTreeMap::<&str, [usize; 2]>::new();
+        for (template, launches) in role.templates.iter().zip(&launches) {
+            for (pair, n) in template
+                .instructions
+                .windows(2)
+                .zip(launches.iter().skip(1))
+            {
+                let kinds = pair.iter().map(|i| match &i.kind {
+                    InstrKind::Compute { kind, .. } if *kind == add => "add",
+                    InstrKind::Compute { kind, .. } => kind.name(),
+                    _ => "",
+                });
+                if let ["dot_general", then] = kinds.collect::<Vec<_>>()[..] {
+                    let [all, fused] = seen.entry(then).or_default();
+                    (*all, *fused) = (*all + 1, *fused + usize::from(*n == Some(0)));
+                }
+            }
+        }
+        // Every weight's gradient is added up where it is made, and every bias added.
+        let [sums, summed] = seen["accumulate"];
+        assert!(sums > 5 && sums == summed, "{name}: {seen:?}");
+        let [adds, added] = seen["add"];
+        assert!(adds > 1 && adds == added, "{name}: {seen:?}");
     }
 }
 

@@ -1,10 +1,10 @@
 //! cuBLASLt's functions, as `libcublasLt.so` exports them: products of matrices in f32, bf16 and
-//! f16 with sums in f32, in batches with strides, without epilogues.
+//! f16 with sums in f32, in batches with strides, and the epilogues of biases and of GELU by tanh.
 //!
 //! The library is another one than the driver's, which has the device: work goes there by its
 //! functions `emulated_put` and `emulated_address`. What a caller may get wrong is told: a matrix
 //! that is not allocated, an address that is less aligned than the algorithm was asked for, a
-//! workspace that is too small. The workspace is spoiled, and the algorithms add in other orders.
+//! workspace that is too small, an epilogue without what it reads. The workspace is spoiled, and the algorithms add in other orders.
 
 #![allow(unsafe_code)] // pointers of the caller's, who promises what the documentation asks for
 #![allow(missing_docs, non_snake_case, clippy::missing_safety_doc)] // cuBLASLt's own
@@ -48,6 +48,52 @@ pub struct Layout {
 #[derive(Clone, Copy, Debug)]
 pub struct Desc {
     transposed: [bool; 2],
+    epilogue: Epilogue,
+}
+
+/// The end of a product: the bits of a `cublasLtEpilogue_t` and its operands.
+#[derive(Clone, Copy, Debug)]
+struct Epilogue {
+    kind: u32,
+    bias: u64,
+    aux: u64,
+    aux_ld: i64,
+}
+
+/// The bits of the epilogues that there are: `CUBLASLT_EPILOGUE_BIAS`, `GELU` and `DGELU` with the
+/// bit of an auxiliary matrix.
+const BIAS: u32 = 4;
+const GELU: u32 = 32;
+const DGELU: u32 = 64;
+const AUX: u32 = 128;
+/// `CUBLASLT_EPILOGUE_DEFAULT`.
+const PLAIN: u32 = 1;
+
+impl Epilogue {
+    fn has(&self, bit: u32) -> bool {
+        self.kind & bit != 0
+    }
+
+    /// What is wrong with it for a result of this layout.
+    fn fault(&self, d: &Layout) -> Option<&'static str> {
+        if self.kind != PLAIN && d.batch != 1 {
+            return Some("an epilogue in a batch, which is not played");
+        }
+        if self.has(BIAS) && self.bias == 0 {
+            return Some("a bias without an address");
+        }
+        if self.has(AUX) && self.aux == 0 {
+            return Some("an auxiliary matrix without an address");
+        }
+        if self.has(AUX) && (self.aux_ld < d.rows as i64 || self.aux_ld % 8 != 0) {
+            return Some("an auxiliary matrix with a leading dimension that is no multiple of 8");
+        }
+        None
+    }
+    /// The alignments that its addresses have.
+    fn aligned(&self) -> [u64; 2] {
+        [self.bias, self.aux].map(|at| 1 << (at | 256).trailing_zeros())
+    }
 }
 
 /// The limits that an algorithm is to keep to: `cublasLtMatmulPreference_t`.
@@ -194,6 +240,12 @@ pub unsafe extern "C" fn cublasLtMatmulDescCreate(
     }
     let desc = Desc {
         transposed: [false; 2],
+        epilogue: Epilogue {
+            kind: PLAIN,
+            bias: 0,
+            aux: 0,
+            aux_ld: 0,
+        },
     };
     // SAFETY: the caller's pointer.
     unsafe { give(to, Box::into_raw(Box::new(desc))) }
@@ -217,9 +269,17 @@ pub unsafe extern "C" fn cublasLtMatmulDescSetAttribute(
         let Some(desc) = desc.as_mut() else {
             return INVALID_VALUE;
         };
-        match (attribute, take::<i32>(from, bytes)) {
-            (3 | 4, Some(op @ (0 | 1))) => desc.transposed[attribute as usize - 3] = op == 1,
-            (3 | 4, _) => return INVALID_VALUE,
+        let (word, long) = (take::<i32>(from, bytes), take::<i64>(from, bytes));
+        match (attribute, word, long) {
+            (3 | 4, Some(op @ (0 | 1)), _) => desc.transposed[attribute as usize - 3] = op == 1,
+            (7, Some(kind), _) => match kind as u32 {
+                PLAIN | BIAS | 32 | 36 | 160 | 164 | 192 => desc.epilogue.kind = kind as u32,
+                _ => return unknown("epilogue", kind),
+            },
+            (8, _, Some(at)) => desc.epilogue.bias = at as u64,
+            (11, _, Some(at)) => desc.epilogue.aux = at as u64,
+            (12, _, Some(ld)) => desc.epilogue.aux_ld = ld,
+            (3 | 4 | 7 | 8 | 11 | 12, ..) => return INVALID_VALUE,
             _ => return unknown("attribute of products", attribute),
         }
     }
@@ -303,9 +363,19 @@ pub unsafe extern "C" fn cublasLtMatmulAlgoGetHeuristic(
                 break;
             }
             let [of_a, of_b, of_c, of_d] = preference.aligned.map(u64::from);
+            let [of_bias, of_aux] = desc.epilogue.aligned();
             let proposal = Proposal {
                 algorithm: Algorithm {
-                    data: [id, workspace as u64, of_a, of_b, of_c, of_d, 0, 0],
+                    data: [
+                        id,
+                        workspace as u64,
+                        of_a,
+                        of_b,
+                        of_c,
+                        of_d,
+                        of_bias,
+                        of_aux,
+                    ],
                 },
                 workspace,
                 state: SUCCESS,
@@ -339,6 +409,10 @@ fn extents(
         && batches.iter().all(|n| *n == batches[0]);
     // Factors of one type, results of the same or of f32.
     let has_types = a.dtype == b.dtype && (d.dtype == a.dtype || d.dtype == 0);
+    if let Some(fault) = desc.epilogue.fault(d) {
+        eprintln!("emulated GPU: {fault}: {:?}", desc.epilogue);
+        return Err(INVALID_VALUE);
+    }
     match matches && has_types {
         true => Ok([d.rows, d.cols, a_op.1]),
         false => {
@@ -361,10 +435,10 @@ fn bytes_of(dtype: c_int) -> Option<usize> {
 struct Work {
     extents: [u64; 3],
     transposed: [bool; 2],
-    layouts: [Layout; 3],
-    at: [u64; 3],
+    epilogue: Epilogue,
+    layouts: [Layout; 4],
+    at: [u64; 4],
     factors: [f32; 2],
-    c: u64,
     algorithm: u64,
     workspace: (u64, usize),
 }
@@ -405,7 +479,8 @@ pub unsafe extern "C" fn cublasLtMatmul(
             Err(status) => return status,
         };
         let [id, needed, aligned @ ..] = algorithm.data;
-        for (at, aligned) in [a, b, c, d].into_iter().zip(aligned) {
+        let Epilogue { bias, aux, .. } = desc.epilogue;
+        for (at, aligned) in [a, b, c, d, bias, aux].into_iter().zip(aligned) {
             if aligned == 0 || !at.is_multiple_of(aligned) {
                 eprintln!(
                     "emulated GPU: a matrix at {at:#x} for an algorithm that wants {aligned}"
@@ -420,10 +495,10 @@ pub unsafe extern "C" fn cublasLtMatmul(
         Work {
             extents,
             transposed: desc.transposed,
-            layouts: [of_a, of_b, of_d],
-            at: [a, b, d],
+            epilogue: desc.epilogue,
+            layouts: [of_a, of_b, of_c, of_d],
+            at: [a, b, c, d],
             factors: [*alpha, *beta],
-            c,
             algorithm: id,
             workspace: (workspace, needed as usize),
         }
@@ -459,17 +534,30 @@ fn multiply(work: &Work) -> Result<(), String> {
         }
     };
     let [rows, cols, inner] = work.extents.map(|n| n as usize);
-    let [of_a, of_b, of_d] = work.layouts;
+    let [of_a, of_b, of_c, of_d] = work.layouts;
     let span = |l: &Layout| {
         let last = (l.batch as i64 - 1) * l.stride + (l.cols as i64 - 1) * l.ld + l.rows as i64;
         last as usize * bytes_of(l.dtype).unwrap_or(4)
     };
     let a = resolve(work.at[0], span(&of_a), "A")?;
     let b = resolve(work.at[1], span(&of_b), "B")?;
-    let d = resolve(work.at[2], span(&of_d), "D")?;
+    let d = resolve(work.at[3], span(&of_d), "D")?;
     let c = match work.factors[1] == 0.0 {
         true => std::ptr::null_mut(),
-        false => resolve(work.c, span(&of_d), "C")?,
+        false => resolve(work.at[2], span(&of_c), "C")?,
+    };
+    let end = work.epilogue;
+    let element = bytes_of(of_d.dtype).unwrap_or(4);
+    let bias = match end.has(BIAS) {
+        true => resolve(end.bias, rows * element, "the bias")?,
+        false => std::ptr::null_mut(),
+    };
+    let aux = match end.has(AUX) {
+        true => {
+            let elements = (cols as i64 - 1) * end.aux_ld + rows as i64;
+            resolve(end.aux, elements as usize * element, "the auxiliary matrix")?
+        }
+        false => std::ptr::null_mut(),
     };
     let (workspace, needed) = work.workspace;
     if needed > 0 {
@@ -512,13 +600,36 @@ fn multiply(work: &Work) -> Result<(), String> {
                 let at = matrix * of_d.stride + j as i64 * of_d.ld + i as i64;
                 let mut value = work.factors[0] * sum;
                 if !c.is_null() {
-                    value += work.factors[1] * read(c, of_d.dtype, at);
+                    let at = matrix * of_c.stride + j as i64 * of_c.ld + i as i64;
+                    value += work.factors[1] * read(c, of_c.dtype, at);
+                }
+                if !bias.is_null() {
+                    value += read(bias, of_d.dtype, i as i64);
+                }
+                let in_aux = j as i64 * end.aux_ld + i as i64;
+                if end.has(GELU) {
+                    if !aux.is_null() {
+                        write(aux, of_d.dtype, in_aux, value);
+                    }
+                    value = gelu(value)[0];
+                }
+                if end.has(DGELU) {
+                    value *= gelu(read(aux, of_d.dtype, in_aux))[1];
                 }
                 write(d, of_d.dtype, at, value);
             }
         }
     }
     Ok(())
+}
+
+/// GELU by tanh, and its slope.
+fn gelu(x: f32) -> [f32; 2] {
+    let x = f64::from(x);
+    let (c, cubic) = (std::f64::consts::FRAC_2_PI.sqrt(), 0.044715);
+    let t = (c * (x + cubic * x.powi(3))).tanh();
+    let slope = 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * c * (1.0 + 3.0 * cubic * x * x);
+    [0.5 * x * (1.0 + t), slope].map(|v| v as f32)
 }
 
 fn read(base: *mut u8, dtype: c_int, at: i64) -> f32 {

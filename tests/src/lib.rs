@@ -213,7 +213,8 @@ impl Case {
         self.session_with(program, options)
     }
 
-    fn session_with(&self, program: &Program, options: SessionOptions) -> Session {
+    /// A session with these options, from the case's states.
+    pub fn session_with(&self, program: &Program, options: SessionOptions) -> Session {
         let mut initial = self.initial();
         Session::new(program, &self.train, options, |request| {
             initial(request.path, request.lens.iter().product::<u64>() as usize)

@@ -117,6 +117,17 @@ pub enum Work<'a> {
     },
 }
 
+/// Works of which each later one takes what the one before makes. What is made in the middle nobody
+/// else takes, unless it is kept, and what is written lies apart from what is read, but for sums,
+/// which may lie where they read an operand: so the first few, or all, may be one call.
+#[derive(Clone, Copy, Debug)]
+pub struct Chain<'a> {
+    /// Ops with one result each, a product of matrices first.
+    pub works: &'a [Work<'a>],
+    /// Of each whether its result is to be written though the next one takes it.
+    pub kept: &'a [bool],
+}
+
 /// Memory and streams of one rank. Arenas begin as zeros. A place beyond its arena is an error.
 pub trait Device: Send {
     /// A point of a stream that others can wait for.
@@ -161,6 +172,18 @@ pub trait Device: Send {
     fn launch_all(&mut self, stream: StreamId, works: &[Work<'_>]) -> Result<u64, RuntimeError> {
         let mut most = 0;
         for work in works {
+            most = most.max(self.launch(stream, work)?);
+        }
+        Ok(most)
+    }
+    /// Whether [`Device::launch_chain`] makes less of a chain than one launch for each of its works.
+    fn chains(&self) -> bool {
+        false
+    }
+    /// Puts a chain on a stream. Returns bytes that it takes beside the arenas.
+    fn launch_chain(&mut self, stream: StreamId, chain: &Chain<'_>) -> Result<u64, RuntimeError> {
+        let mut most = 0;
+        for work in chain.works {
             most = most.max(self.launch(stream, work)?);
         }
         Ok(most)

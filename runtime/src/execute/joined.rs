@@ -6,6 +6,7 @@
 //! proof and its text stay as they are, list order stays valid, and a device that knows how makes
 //! one launch of them. What others wait for is over when all of them are.
 
+use super::chained::Chained;
 use ir::program::{InstrKind, Instruction, RoleProgram, Space};
 use ir::{BufferId, OpKind};
 use std::collections::BTreeMap;
@@ -57,11 +58,13 @@ impl Bytes {
 
 /// The number of instructions that begin together with each of those that a slot plays, which are
 /// given by place in its template: 1 of one that is alone, 0 of one that is joined to an earlier one.
+/// Those of chains are not joined.
 pub(crate) fn joined(
     role: &RoleProgram,
     instructions: &[Instruction],
     played: &[usize],
     microbatch: Option<u32>,
+    chained: &Chained,
 ) -> Vec<usize> {
     let bytes = |b: BufferId| {
         let b = role.buffer(b);
@@ -72,13 +75,14 @@ pub(crate) fn joined(
     let mut first = 0;
     while first < played.len() {
         let of = |k: usize| &instructions[played[k]];
-        let (kind, stream) = (sort(&of(first).kind), of(first).stream);
+        let sort = |k: usize| sort(&of(k).kind).filter(|_| !chained.has(k));
+        let (kind, stream) = (sort(first), of(first).stream);
         let (mut read, mut written) = (Bytes::default(), Bytes::default());
         let mut end = first;
         while end < played.len() {
             let next = of(end);
             let waits = end > first && !(next.deps.is_empty() && next.events.is_empty());
-            if kind.is_none() || sort(&next.kind) != kind || next.stream != stream || waits {
+            if kind.is_none() || sort(end) != kind || next.stream != stream || waits {
                 break;
             }
             let (reads, writes) = (next.reads(), next.writes());
@@ -105,4 +109,4 @@ pub(crate) fn joined(
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

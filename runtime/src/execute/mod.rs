@@ -13,6 +13,7 @@
 //! Invariants: the padding of every buffer is zero after every instruction; the same program,
 //! seed, states and data give the same bits.
 
+pub(crate) mod chained;
 pub mod collective;
 #[cfg(test)]
 mod dropout_tests;

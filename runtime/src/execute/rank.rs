@@ -17,7 +17,7 @@ use super::script::{Script, Scripts, Step};
 use crate::arena::View;
 use crate::clock::InLine;
 use crate::data::Batches;
-use crate::device::{Device, Place, Space, Tensor, Work};
+use crate::device::{Chain, Device, Place, Space, Tensor, Work};
 use crate::error::RuntimeError;
 use crate::fabric::{Fabric, Places};
 use crate::record::Record;
@@ -344,17 +344,21 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
             let mut rest = slot.as_slice();
             while let Some((step, others)) = rest.split_first() {
                 // Measured and looked at is each by itself.
-                let n = match self.device.joins() && !profile && !watch.looks {
-                    true => step.n_joined.saturating_sub(1).min(others.len()),
-                    false => 0,
+                let at_once = !profile && !watch.looks;
+                let is_chain = at_once && self.device.chains() && step.n_chained > 1;
+                let n = match is_chain {
+                    true => step.n_chained,
+                    false if at_once && self.device.joins() => step.n_joined,
+                    false => 1,
                 };
+                let n = n.saturating_sub(1).min(others.len());
                 if n > 0 {
                     self.record.iter_mut().for_each(Record::begin);
-                    let joined = &rest[..=n];
-                    joined.iter().for_each(|s| self.standing.before(s));
-                    self.play_joined(role, joined, play, &mut events)
+                    let together = &rest[..=n];
+                    together.iter().for_each(|s| self.standing.before(s));
+                    self.play_together(role, (together, is_chain), play, &mut events)
                         .map_err(|source| self.failed(step, source))?;
-                    joined
+                    together
                         .iter()
                         .for_each(|s| self.standing.after(s, play.step));
                     self.record.iter_mut().for_each(|r| r.done_with(n));
@@ -408,12 +412,12 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
         self.record_event(step, events)
     }
 
-    /// Plays steps that are joined: what the first one waits for is what all wait for, and who waits
-    /// for one of them waits for all.
-    fn play_joined(
+    /// Plays steps that are joined, or a chain: what the first one waits for is what all wait for, and
+    /// who waits for one of them waits for all.
+    fn play_together(
         &mut self,
         role: &RoleProgram,
-        steps: &[Step],
+        (steps, is_chain): (&[Step], bool),
         play: &Play,
         events: &mut Events<D>,
     ) -> Result<(), RuntimeError> {
@@ -453,12 +457,21 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
                     output: tensor(output),
                 },
                 other => {
-                    let problem = format!("{other:?} cannot be joined");
+                    let problem = format!("{other:?} cannot begin with others");
                     return Err(RuntimeError::Program(problem));
                 }
             });
         }
-        let bytes = self.device.launch_all(first.stream, &works)?;
+        let bytes = match is_chain {
+            true => {
+                let chain = Chain {
+                    works: &works,
+                    kept: &steps.iter().map(|s| s.is_kept).collect::<Vec<_>>(),
+                };
+                self.device.launch_chain(first.stream, &chain)?
+            }
+            false => self.device.launch_all(first.stream, &works)?,
+        };
         self.note_scratch(bytes + self.fabric.held_bytes());
         steps.iter().try_for_each(|s| self.record_event(s, events))
     }

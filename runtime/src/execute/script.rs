@@ -6,8 +6,10 @@
 //! it, and nothing that it plays writes a persistent buffer.
 //!
 //! A script resolves what its instructions wait for: of every other stream, how many instructions
-//! must be done. What is not played is not waited for. It also says what may be [`joined`].
+//! must be done. What is not played is not waited for. It also says what may be [`joined`] or is
+//! [`chained`].
 
+use super::chained::{Uses, chained};
 use super::joined::joined;
 use crate::error::RuntimeError;
 use ir::program::{
@@ -41,6 +43,11 @@ pub(crate) struct Step {
     /// How many steps of its slot, this one first, a device may begin at once; 0 where it is one of
     /// those of an earlier step.
     pub n_joined: usize,
+    /// How many steps of its slot, this one first, are a chain; 0 where it is one of those of an
+    /// earlier step.
+    pub n_chained: usize,
+    /// Whether its result is written though the next one of its chain takes it.
+    pub is_kept: bool,
 }
 
 /// The script of a role.
@@ -99,12 +106,15 @@ impl Script {
         // Slots that play a template, the latest last, and where their instructions stand: stream,
         // and how many of it are done when the instruction is.
         let mut played: BTreeMap<TemplateId, Vec<(Option<u32>, Places)>> = BTreeMap::new();
+        let uses = Uses::of(role);
         for (k, slot) in slots.iter().enumerate() {
             let before: Vec<usize> = made.streams.iter().map(Vec::len).collect();
             let mut here = Places::new();
             let mut steps = Vec::with_capacity(slot.instructions.len());
             let all = &role.template(slot.template).instructions;
-            let n_joined = joined(role, all, &slot.instructions, slot.microbatch);
+            let (these, m) = (&slot.instructions, slot.microbatch);
+            let chains = chained(role, &uses, all, these, m);
+            let n_joined = joined(role, all, these, m, &chains);
             for (at, &i) in slot.instructions.iter().enumerate() {
                 let instruction = &role.template(slot.template).instructions[i];
                 let stream = instruction.stream;
@@ -153,6 +163,8 @@ impl Script {
                     is_awaited: false,
                     writes_states: writes_states(role, instruction),
                     n_joined: n_joined[at],
+                    n_chained: chains.counts[at],
+                    is_kept: chains.kept[at],
                 });
             }
             made.slots.push(steps);

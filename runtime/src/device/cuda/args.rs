@@ -308,7 +308,37 @@ pub(super) struct Matrix {
     pub stride: i64,
 }
 
-/// The form of a product D = A B: D has `rows` x `cols` elements, each a sum of `inner` terms.
+/// The last thing that is done to the elements of a product. A bias has one element for each row of D;
+/// what is kept, or was, lies as D does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub(super) enum Epilogue {
+    #[default]
+    Nothing,
+    Bias,
+    /// GELU by tanh, after the bias if there is one, whose argument is kept or not.
+    Gelu {
+        has_bias: bool,
+        is_kept: bool,
+    },
+    /// The product is the gradient of GELU's value: times GELU's slope at what was kept.
+    GeluGrad,
+}
+
+impl Epilogue {
+    pub fn has_bias(self) -> bool {
+        matches!(self, Epilogue::Bias | Epilogue::Gelu { has_bias: true, .. })
+    }
+    /// Whether it reads or writes a matrix beside D.
+    pub fn has_beside(self) -> bool {
+        matches!(
+            self,
+            Epilogue::GeluGrad | Epilogue::Gelu { is_kept: true, .. }
+        )
+    }
+}
+
+/// The form of a product D = f(A B + C): D has `rows` x `cols` elements, each a sum of `inner`
+/// terms. C is as D is, or absent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Shape {
     pub rows: u64,
@@ -318,6 +348,7 @@ pub(super) struct Shape {
     pub a: Matrix,
     pub b: Matrix,
     pub d: Matrix,
+    pub epilogue: Epilogue,
 }
 
 /// A product, and where its matrices begin.
@@ -327,6 +358,11 @@ pub(super) struct Product {
     pub a: u64,
     pub b: u64,
     pub d: u64,
+    /// The matrix that is added, which may be where D will be.
+    pub c: Option<u64>,
+    /// Where the epilogue has them: the bias, and the matrix beside D.
+    pub bias: u64,
+    pub beside: u64,
 }
 
 /// A thing that is put on a stream. Few of them live at a time.

@@ -2,6 +2,7 @@
 //! sizes, which are timed.
 
 mod attention;
+pub(super) mod chains;
 mod experts;
 mod images;
 
@@ -597,6 +598,7 @@ pub fn compare(mut on: impl FnMut(Compared)) -> Result<(), RuntimeError> {
                 });
             }
         }
+        chains::compare((dtype, limit), &mut on)?;
     }
     Ok(())
 }
@@ -758,7 +760,7 @@ fn real(samples: u64, tokens: u64) -> Vec<(String, Case, f64)> {
     all
 }
 
-/// Times the ops of a training step of GPT-2 124M on GPU 0, until `is_over`.
+/// Times the chains and the ops of a training step of GPT-2 124M on GPU 0, until `is_over`.
 ///
 /// Fails where there is no GPU.
 pub fn time(
@@ -768,6 +770,7 @@ pub fn time(
 ) -> Result<(), RuntimeError> {
     count()?;
     let _open = Gpu::open(0)?;
+    chains::time((samples, tokens, repetitions), &is_over, &mut on)?;
     for (name, case, flops) in real(samples, tokens) {
         let (xs, ys, bytes) = places(&case);
         for &by in multipliers(&case) {

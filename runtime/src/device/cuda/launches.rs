@@ -2,12 +2,14 @@
 //! without a GPU.
 
 use super::args::{Source, Span, Step, Types};
+use super::chained::ways;
 use super::joined::{Part as Joint, parts};
 use super::ops::{self, Op, Part};
 use crate::RuntimeError;
+use crate::execute::chained::{Uses, chained};
 use crate::execute::joined::{FEWEST, joined};
 use crate::execute::{Context, Local};
-use ir::program::{InstrKind, RoleProgram};
+use ir::program::{InstrKind, Instruction, RoleProgram};
 use ir::{BufferId, OpKind};
 use std::collections::BTreeSet;
 
@@ -15,16 +17,18 @@ use std::collections::BTreeSet;
 const APART: u64 = 1 << 44;
 
 /// By template and instruction of a role, the kernels, products by the library and copies that one
-/// execution of it puts on its stream, on the first rank of the role. Of instructions that are joined
-/// the first has the launches of all. What ranks send each other is not counted. None where there is
+/// execution of it puts on its stream, on the first rank of the role, where cuBLASLt is there. Of
+/// instructions that are joined, or a chain that is one call, the first has the launches of all. What ranks send each other is not counted. None where there is
 /// no kernel for an op.
 pub fn launches(role: &RoleProgram) -> Vec<Vec<Option<u64>>> {
     let templates = role.templates.iter();
+    let uses = Uses::of(role);
     templates
         .map(|template| {
             let all = &template.instructions;
             let every: Vec<usize> = (0..all.len()).collect();
-            let n_joined = joined(role, all, &every, None);
+            let chains = chained(role, &uses, all, &every, None);
+            let n_joined = joined(role, all, &every, None, &chains);
             let count = |(i, n): (usize, &usize)| match n {
                 0 => Some(0),
                 1 => count_of(role, &all[i].kind),
@@ -38,7 +42,15 @@ pub fn launches(role: &RoleProgram) -> Vec<Vec<Option<u64>>> {
                     Some(parts(works).iter().filter(|p| is_one(p)).count() as u64)
                 }
             };
-            n_joined.iter().enumerate().map(count).collect()
+            let mut counts: Vec<Option<u64>> = n_joined.iter().enumerate().map(count).collect();
+            for (i, &n) in chains.counts.iter().enumerate().filter(|(_, n)| **n > 1) {
+                let (of, kept) = (&all[i..i + n], &chains.kept[i..i + n]);
+                if let Some((n, launches)) = count_fused(role, of, kept) {
+                    counts[i] = Some(launches);
+                    counts[i + 1..i + n].fill(Some(0));
+                }
+            }
+            counts
         })
         .collect()
 }
@@ -58,6 +70,56 @@ pub(super) fn files(role: &RoleProgram) -> Vec<(Source, Types)> {
         }
     }
     files
+}
+
+/// How many of a chain's instructions are one, and the launches of that; none where none are.
+fn count_fused(role: &RoleProgram, of: &[Instruction], kept: &[bool]) -> Option<(usize, u64)> {
+    // Every buffer has an address of its own.
+    let mut buffers: Vec<BufferId> = of
+        .iter()
+        .flat_map(|i| [i.reads(), i.writes()])
+        .flatten()
+        .collect();
+    buffers.sort_unstable();
+    buffers.dedup();
+    let locals = buffers.iter().map(|id| local_of(role, id));
+    let locals = locals.collect::<Option<Vec<Local>>>()?;
+    let parts = |ids: &[BufferId]| {
+        let part = |id: &BufferId| {
+            let i = buffers.binary_search(id).ok()?;
+            let local = locals.get(i)?;
+            let (at, bytes) = ((i as u64 + 1) * APART, local.bytes() as u64);
+            let span = Span { at, bytes };
+            Some(Part { local, span })
+        };
+        ids.iter().map(part).collect::<Option<Vec<Part<'_>>>>()
+    };
+    let mut of_parts = Vec::with_capacity(of.len());
+    for instruction in of {
+        let InstrKind::Compute {
+            path,
+            kind,
+            inputs,
+            outputs,
+        } = &instruction.kind
+        else {
+            return None;
+        };
+        of_parts.push((path, kind, parts(inputs)?, parts(outputs)?));
+    }
+    let ops: Vec<Op<'_>> = of_parts
+        .iter()
+        .map(|(path, kind, x, y)| op((path, kind), x, y))
+        .collect();
+    ops.iter().try_for_each(Op::check).ok()?;
+    let (n, products) = ways(&ops, kept).next()?;
+    let written = ops[..n].iter().zip(kept).enumerate();
+    let written = written.filter(|(i, (_, kept))| i + 1 == n || **kept);
+    let pads = written
+        .flat_map(|(_, (op, _))| op.y)
+        .filter_map(|y| ops::pad(*y));
+    let pads = pads.filter(|s| !is_nothing(s)).count();
+    Some((n, (products.len() + pads) as u64))
 }
 
 fn local_of(role: &RoleProgram, id: &BufferId) -> Option<Local> {
@@ -120,29 +182,36 @@ pub(super) fn computed(
             y.span.at = parts.first()?.span.at;
         }
     }
-    let op = Op {
-        kind,
-        path,
-        x: &parts,
-        y: &y,
-        context: &Context {
-            seed: 0,
-            step: 0,
-            updates: 0,
-            lr: 0.0,
-            first_sample: 0,
-            training: true,
-            threads: 1,
-        },
-        scratch: APART / 2,
-        has_library: true,
-        shared: ops::MUCH_SHARED,
-    };
+    let op = op((path, kind), &parts, &y);
     let padded = |mut steps: Vec<Step>| {
         steps.extend(y.iter().filter_map(|y| ops::pad(*y)));
         steps
     };
     Some(op.check().and_then(|()| op.steps()).map(padded))
+}
+
+/// The facts of a run that hardly matter here.
+const CONTEXT: Context = Context {
+    seed: 0,
+    step: 0,
+    updates: 0,
+    lr: 0.0,
+    first_sample: 0,
+    training: true,
+    threads: 1,
+};
+
+fn op<'a>((path, kind): (&'a str, &'a OpKind), x: &'a [Part<'a>], y: &'a [Part<'a>]) -> Op<'a> {
+    Op {
+        kind,
+        path,
+        x,
+        y,
+        context: &CONTEXT,
+        scratch: APART / 2,
+        has_library: true,
+        shared: ops::MUCH_SHARED,
+    }
 }
 
 /// Launches of an instruction that is alone.

@@ -14,6 +14,7 @@
 mod args;
 #[cfg(any(test, feature = "testing"))]
 mod cases;
+mod chained;
 mod compiled;
 mod joined;
 mod launches;
@@ -30,7 +31,7 @@ pub(crate) use lend::{Region, is_over};
 pub use library::{count, free_memory, name};
 pub use products::{Matmuls, Multiplier, has_library, multiplier};
 
-use super::{Device, Place, Space, Tensor, Work};
+use super::{Chain, Device, Place, Space, Tensor, Work};
 use crate::arena::{Bytes, View};
 use crate::clock::Elapsed;
 use crate::error::RuntimeError;
@@ -679,6 +680,24 @@ impl Device for Cuda {
         }
         let mut most = 0;
         for work in works {
+            most = most.max(self.launch(stream, work)?);
+        }
+        Ok(most)
+    }
+
+    fn chains(&self) -> bool {
+        self.products.is_some()
+    }
+
+    fn launch_chain(&mut self, stream: StreamId, chain: &Chain<'_>) -> Result<u64, RuntimeError> {
+        self.bind()?;
+        let n = self.launch_fused(stream, chain)?;
+        let mut most = if n > 0 {
+            WORKSPACE as u64 + self.kept_bytes
+        } else {
+            0
+        };
+        for work in chain.works.get(n..).unwrap_or_default() {
             most = most.max(self.launch(stream, work)?);
         }
         Ok(most)

@@ -5,10 +5,13 @@
 //! library proposes algorithms, best first; the first one is taken, or, where that is asked for,
 //! the fastest by a measurement at the first use, which the first step of a run bears. Sums are in
 //! f32. Each stream has a workspace of its own, as the library wants it.
+//!
+//! A product may add a matrix and end with an epilogue, which are a part of its form; where the
+//! library has none of the kind, there is no algorithm, and that is no error.
 
 #![allow(unsafe_code)] // calls the library with addresses of memory that is owned here
 
-use super::args::{Matrix, Product, Shape};
+use super::args::{Epilogue, Matrix, Product, Shape};
 use super::library::failed;
 use super::places;
 use crate::error::RuntimeError;
@@ -55,7 +58,8 @@ pub struct Matmuls {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Key {
     shape: Shape,
-    aligned: [u32; 3],
+    /// Of A, B, D, C, the bias and the matrix beside D.
+    aligned: [u32; 6],
 }
 
 impl Matmuls {
@@ -69,8 +73,19 @@ impl Matmuls {
 impl Key {
     fn of(product: &Product) -> Self {
         let Shape { a, b, d, batch, .. } = product.shape;
+        let c = product.c.unwrap_or(product.d);
+        let around = [(c, d), (product.bias, d), (product.beside, d)];
+        let [c, bias, beside] = around;
+        let all = [
+            (product.a, a),
+            (product.b, b),
+            (product.d, d),
+            c,
+            bias,
+            beside,
+        ];
         // The other matrices of a batch begin at multiples of its stride.
-        let aligned = [(product.a, a), (product.b, b), (product.d, d)].map(|(at, matrix)| {
+        let aligned = all.map(|(at, matrix)| {
             let element = if matrix.type_name == "f32" { 4 } else { 2 };
             let apart = if batch > 1 {
                 matrix.stride as u64 * element
@@ -98,16 +113,17 @@ pub(super) struct Choice(Key, Matmuls);
 pub(super) struct Products {
     handle: sys::cublasLtHandle_t,
     options: Matmuls,
-    ready: HashMap<Key, Ready>,
+    /// Nothing where the library has nothing for the form.
+    ready: HashMap<Key, Option<Ready>>,
 }
 
 // SAFETY: the library's handle and descriptors may be used by any thread, and are here by one.
 unsafe impl Send for Products {}
 
-/// Descriptors of a product's form, and the algorithm for it; none where the library has none.
+/// Descriptors of a product's form, and the algorithm for it.
 struct Ready {
     form: Form,
-    algorithm: Option<sys::cublasLtMatmulHeuristicResult_t>,
+    algorithm: sys::cublasLtMatmulHeuristicResult_t,
 }
 
 struct Form {
@@ -168,6 +184,33 @@ unsafe fn set<T>(
     unsafe { result::set_matrix_layout_attribute(layout, attribute, at, bytes) }
 }
 
+/// # Safety
+/// The descriptor lives.
+unsafe fn describe<T>(
+    product: sys::cublasLtMatmulDesc_t,
+    attribute: sys::cublasLtMatmulDescAttributes_t,
+    value: T,
+) -> Result<(), CublasError> {
+    let (at, bytes) = ((&raw const value).cast(), size_of::<T>());
+    // SAFETY: the attribute is of this type, and the value lives for the call.
+    unsafe { result::set_matmul_desc_attribute(product, attribute, at, bytes) }
+}
+
+fn epilogue(of: Epilogue) -> sys::cublasLtEpilogue_t {
+    use sys::cublasLtEpilogue_t::*;
+    match of {
+        Epilogue::Nothing => CUBLASLT_EPILOGUE_DEFAULT,
+        Epilogue::Bias => CUBLASLT_EPILOGUE_BIAS,
+        Epilogue::Gelu { has_bias, is_kept } => match (has_bias, is_kept) {
+            (false, false) => CUBLASLT_EPILOGUE_GELU,
+            (false, true) => CUBLASLT_EPILOGUE_GELU_AUX,
+            (true, false) => CUBLASLT_EPILOGUE_GELU_BIAS,
+            (true, true) => CUBLASLT_EPILOGUE_GELU_AUX_BIAS,
+        },
+        Epilogue::GeluGrad => CUBLASLT_EPILOGUE_DGELU,
+    }
+}
+
 /// The layout of a matrix with so many rows and columns in the product.
 fn layout(
     matrix: &Matrix,
@@ -201,12 +244,18 @@ impl Form {
         ];
         for (attribute, matrix) in transposed {
             // CUBLAS_OP_N and CUBLAS_OP_T.
-            let value = i32::from(matrix.is_transposed);
-            // SAFETY: the descriptor is fresh and the value lives for the call.
-            unsafe {
-                let at = (&raw const value).cast();
-                result::set_matmul_desc_attribute(product, attribute, at, size_of::<i32>())?;
-            }
+            // SAFETY: the descriptor is fresh.
+            unsafe { describe(product, attribute, i32::from(matrix.is_transposed))? };
+        }
+        if shape.epilogue != Epilogue::Nothing {
+            let value = epilogue(shape.epilogue) as u32;
+            // SAFETY: the descriptor is fresh.
+            unsafe { describe(product, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, value)? };
+        }
+        if shape.epilogue.has_beside() {
+            let ld = Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD;
+            // SAFETY: the descriptor is fresh.
+            unsafe { describe(product, ld, shape.d.ld)? };
         }
         let Shape {
             rows, cols, inner, ..
@@ -219,16 +268,33 @@ impl Form {
         Ok(Form { product, matrices })
     }
 
+    /// Tells where the bias and the matrix beside D are.
+    fn point(&self, product: &Product) -> Result<(), CublasError> {
+        use sys::cublasLtMatmulDescAttributes_t as Attribute;
+        let epilogue = product.shape.epilogue;
+        if epilogue.has_bias() {
+            let bias = Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
+            // SAFETY: the descriptor lives.
+            unsafe { describe(self.product, bias, product.bias)? };
+        }
+        if epilogue.has_beside() {
+            let beside = Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER;
+            // SAFETY: the descriptor lives.
+            unsafe { describe(self.product, beside, product.beside)? };
+        }
+        Ok(())
+    }
+
     /// The library's proposals, best first.
     fn proposals(
         &self,
         handle: sys::cublasLtHandle_t,
-        aligned: [u32; 3],
+        aligned: [u32; 6],
         most: usize,
     ) -> Result<Vec<sys::cublasLtMatmulHeuristicResult_t>, CublasError> {
         use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
         let wish = result::create_matmul_pref()?;
-        let [a, b, d] = aligned;
+        let [a, b, d, c, ..] = aligned;
         let set = |attribute, at: *const c_void, bytes| {
             // SAFETY: the preference lives and the value too.
             unsafe { result::set_matmul_pref_attribute(wish, attribute, at, bytes) }
@@ -239,7 +305,7 @@ impl Form {
         for (attribute, value) in [
             (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, a),
             (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, b),
-            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, d),
+            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, c),
             (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, d),
         ] {
             done = done.and_then(|()| set(attribute, (&raw const value).cast(), 4));
@@ -314,7 +380,7 @@ impl Products {
             let ready = self.prepare(&key, product, on, workspace, chosen)?;
             self.ready.insert(key, ready);
         }
-        Ok(self.ready.get(&key).is_some_and(|r| r.algorithm.is_some()))
+        Ok(self.ready.get(&key).is_some_and(Option::is_some))
     }
 
     /// Puts a product on a stream that has so large a workspace, after [`Products::ready`].
@@ -324,13 +390,11 @@ impl Products {
         on: &Arc<CudaStream>,
         workspace: u64,
     ) -> Result<(), RuntimeError> {
-        let ready = self.ready.get(&Key::of(product));
-        let Some((form, algorithm)) = ready.and_then(|r| Some((&r.form, r.algorithm.as_ref()?)))
-        else {
+        let Some(Some(ready)) = self.ready.get(&Key::of(product)) else {
             let what = format!("no algorithm is ready for {:?}", product.shape);
             return Err(RuntimeError::Program(what));
         };
-        self.call(form, algorithm, product, on, workspace)
+        self.call(&ready.form, &ready.algorithm, product, on, workspace)
     }
 
     /// Forms of products that are ready.
@@ -346,20 +410,31 @@ impl Products {
         on: &Arc<CudaStream>,
         workspace: u64,
         chosen: &Chosen,
-    ) -> Result<Ready, RuntimeError> {
+    ) -> Result<Option<Ready>, RuntimeError> {
+        // An epilogue that the library does not know is none, and no error.
+        let has_epilogue = key.shape.epilogue != Epilogue::Nothing;
         let form = Form::new(&key.shape, self.options);
-        let form = form.map_err(|e| wrong("a product's form", e))?;
+        let form = match form.and_then(|form| form.point(product).map(|()| form)) {
+            Ok(form) => form,
+            Err(_) if has_epilogue => return Ok(None),
+            Err(e) => return Err(wrong("a product's form", e)),
+        };
         let wanted = Choice(*key, self.options);
         // Others wait: what one rank measures the others take.
         let mut chosen = chosen.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, known)) = chosen.iter().find(|(choice, _)| *choice == wanted) {
-            let algorithm = Some(*known);
-            return Ok(Ready { form, algorithm });
+            let algorithm = *known;
+            return Ok(Some(Ready { form, algorithm }));
         }
-        let is_tuned = self.options.by == Multiplier::Tuned;
+        // A sum that lies where its addend does would be another one each time.
+        let is_repeatable = product.c != Some(product.d);
+        let is_tuned = self.options.by == Multiplier::Tuned && is_repeatable;
         let most = if is_tuned { MOST } else { 1 };
-        let proposals = form.proposals(self.handle, key.aligned, most);
-        let proposals = proposals.map_err(|e| wrong("an algorithm", e))?;
+        let proposals = match form.proposals(self.handle, key.aligned, most) {
+            Ok(proposals) => proposals,
+            Err(_) if has_epilogue => return Ok(None),
+            Err(e) => return Err(wrong("an algorithm", e)),
+        };
         let mut best = proposals.first().copied();
         if is_tuned && proposals.len() > 1 {
             let mut least = f32::INFINITY;
@@ -373,10 +448,7 @@ impl Products {
         if let Some(best) = best {
             chosen.push((wanted, best));
         }
-        Ok(Ready {
-            form,
-            algorithm: best,
-        })
+        Ok(best.map(|algorithm| Ready { form, algorithm }))
     }
 
     /// Milliseconds of an algorithm on this product, whose result is computed again and again.
@@ -413,11 +485,14 @@ impl Products {
         on: &Arc<CudaStream>,
         workspace: u64,
     ) -> Result<(), RuntimeError> {
-        let (alpha, beta) = (1.0f32, 0.0f32);
+        form.point(product).map_err(|e| wrong("an epilogue", e))?;
+        let beta = if product.c.is_some() { 1.0f32 } else { 0.0 };
+        let alpha = 1.0f32;
         let [of_a, of_b, of_d] = form.matrices;
         let pointer = |at: u64| at as *const c_void;
-        // SAFETY: the matrices are in memory of this device and apart from each other, the stream
-        // is one of its context, and nothing else works with its workspace.
+        // SAFETY: the matrices are in memory of this device and apart from each other but for C,
+        // which may be D, the stream is one of its context, and nothing else works with its
+        // workspace.
         let done = unsafe {
             result::matmul(
                 self.handle,
@@ -428,7 +503,7 @@ impl Products {
                 of_a,
                 pointer(product.b),
                 of_b,
-                pointer(product.d),
+                pointer(product.c.unwrap_or(product.d)),
                 of_d,
                 product.d as *mut c_void,
                 of_d,

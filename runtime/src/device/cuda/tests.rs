@@ -1,6 +1,7 @@
 //! The device suite, and every kernel against the CPU's.
 
 use super::args::Source;
+use super::cases::chains;
 use super::cases::{Case, SMALL, cases, context, multipliers, results, results_of};
 use super::*;
 use crate::device::Cpu;
@@ -60,6 +61,35 @@ fn kernels_give_what_the_cpu_s_give() {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Chains by the library, which takes all of each, and without it.
+#[test]
+fn chains_give_what_their_ops_give() {
+    if !is_emulated("device::cuda::tests::chains_give_what_their_ops_give") {
+        return;
+    }
+    let check = |case: &chains::ChainCase, by: Multiplier, rounding: f32, n: usize| {
+        let name = format!("{} by {by:?}", case.name);
+        let expected = case.expected().unwrap_or_else(|e| panic!("{name}: {e}"));
+        let (got, fused) = case.on_gpu(by).unwrap_or_else(|e| panic!("{name}: {e}"));
+        assert_eq!(fused, n, "{name}: other ops in one call");
+        assert_eq!(got.len(), expected.len());
+        for (got, expected) in got.iter().zip(&expected) {
+            let largest = expected.iter().fold(1.0f32, |m, x| m.max(x.abs()));
+            let same = |(a, b): (&f32, &f32)| (a - b).abs() <= rounding * largest;
+            let off = got.iter().zip(expected).position(|both| !same(both));
+            assert_eq!(off, None, "{name}: {got:?}, not {expected:?}");
+        }
+    };
+    for (dtype, rounding) in [(DType::F32, 2e-5), (DType::Bf16, 2e-2), (DType::F16, 3e-3)] {
+        for case in chains::cases(dtype) {
+            check(&case, Multiplier::Plain, rounding, 0);
+            check(&case, Multiplier::Library, rounding, case.n_ops());
+            check(&case, Multiplier::Tuned, rounding, case.n_ops());
+        }
+        check(&chains::partly(dtype), Multiplier::Library, rounding, 2);
+    }
 }
 
 /// A case with operands of these numbers on both devices: f32 as they are, ids in `I32`.

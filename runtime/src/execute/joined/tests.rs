@@ -5,7 +5,7 @@ use ir::program::{Buffer, BufferClass, Event, Instruction};
 use ir::{DType, DeviceMesh, InstrId, LogicalMesh, Pass, Rank, ShardingSpec, StageId, StreamId};
 
 /// A role with scalars at these offsets.
-fn role(offsets: &[u64]) -> RoleProgram {
+pub(in crate::execute) fn role(offsets: &[u64]) -> RoleProgram {
     let devices = DeviceMesh {
         first_rank: Rank(0),
         n_devices: 1,
@@ -37,7 +37,7 @@ fn role(offsets: &[u64]) -> RoleProgram {
     }
 }
 
-fn instruction(kind: InstrKind) -> Instruction {
+pub(in crate::execute) fn instruction(kind: InstrKind) -> Instruction {
     Instruction {
         kind,
         stream: StreamId::new(0),
@@ -55,7 +55,7 @@ fn fill(b: u32) -> Instruction {
     })
 }
 
-fn op(kind: OpKind, x: u32, y: u32) -> Instruction {
+pub(in crate::execute) fn op(kind: OpKind, x: u32, y: u32) -> Instruction {
     instruction(InstrKind::Compute {
         path: "a".into(),
         kind,
@@ -74,7 +74,13 @@ fn counts(instructions: &[Instruction]) -> Vec<usize> {
     let mut offsets: Vec<u64> = (0..32).map(|i| 256 * i).collect();
     offsets.push(0);
     let every: Vec<usize> = (0..instructions.len()).collect();
-    joined(&role(&offsets), instructions, &every, None)
+    joined(
+        &role(&offsets),
+        instructions,
+        &every,
+        None,
+        &Chained::default(),
+    )
 }
 
 #[test]
@@ -121,7 +127,10 @@ fn what_is_ordered_is_not_joined() {
         square(6, 5),
         square(6, 7),
     ];
-    assert_eq!(joined(&role, &all, &[0, 1, 2, 3, 4], None), [4, 0, 0, 0, 1]);
+    assert_eq!(
+        joined(&role, &all, &[0, 1, 2, 3, 4], None, &Chained::default()),
+        [4, 0, 0, 0, 1]
+    );
     // Another stream, something that is waited for, and a slot's first wait.
     let mut other = square(4, 12);
     other.stream = StreamId::new(1);
@@ -138,5 +147,8 @@ fn what_is_ordered_is_not_joined() {
     // What is not played is no neighbour.
     let all: Vec<_> = (0..6).map(fill).collect();
     let role = self::role(&(0..8).map(|i| 256 * i).collect::<Vec<_>>());
-    assert_eq!(joined(&role, &all, &[0, 1, 3, 5], None), [4, 0, 0, 0]);
+    assert_eq!(
+        joined(&role, &all, &[0, 1, 3, 5], None, &Chained::default()),
+        [4, 0, 0, 0]
+    );
 }

@@ -3,7 +3,9 @@
 //! cuBLASLt takes what is a product of matrices with strides, or a few of them ([`products`]); a
 //! kernel of our own takes the rest, and everything where the library is not there.
 
-use super::super::args::{Call, MATMUL, Matrix, NUMBERS, Product, Shape, Step, THREADS, type_name};
+use super::super::args::{
+    Call, Epilogue, MATMUL, Matrix, NUMBERS, Product, Shape, Step, THREADS, type_name,
+};
 use super::{Op, Part, Steps};
 use ir::op::Einsum;
 
@@ -224,6 +226,7 @@ fn products(
             stride: steps[2],
             ..d
         },
+        epilogue: Epilogue::Nothing,
     };
     let (first, second) = if is_swapped { (r, l) } else { (l, r) };
     let address = |part: &Part<'_>, element: usize| {
@@ -243,6 +246,9 @@ fn products(
             a: address(first, at[0]),
             b: address(second, at[1]),
             d: address(y, at[2]),
+            c: None,
+            bias: 0,
+            beside: 0,
         });
     }
     Some(all)

@@ -1,6 +1,7 @@
 //! From ops to calls of kernels: plain functions of shapes and addresses.
 
 mod attention;
+mod chain;
 mod elementwise;
 mod embedding;
 mod experts;
@@ -10,6 +11,7 @@ mod movement;
 mod rows;
 mod update;
 
+pub(super) use chain::fused;
 pub(super) use movement::{fill, lay, lift, pack, pad, slice, unpack, words};
 pub(super) use update::now;
 

@@ -1,0 +1,74 @@
+//! Chains as calls of the library.
+
+use super::Cuda;
+use super::args::{Product, Step};
+use super::ops::{self, Op, Part};
+use crate::device::{Chain, Work};
+use crate::error::RuntimeError;
+use ir::StreamId;
+
+/// The first few ops that are products by the library, as many as can be, and these products; the
+/// next fewer ones after that. All that can be tried, best first.
+pub(super) fn ways<'a>(
+    ops: &'a [Op<'a>],
+    kept: &'a [bool],
+) -> impl Iterator<Item = (usize, Vec<Product>)> + 'a {
+    let all = (2..=ops.len()).rev();
+    all.filter_map(|n| Some((n, ops::fused(&ops[..n], kept)?)))
+}
+
+impl Cuda {
+    /// Puts the first works of a chain on a stream as one, and says how many these are: 0 where the
+    /// library has nothing for them.
+    pub(super) fn launch_fused(
+        &mut self,
+        stream: StreamId,
+        chain: &Chain<'_>,
+    ) -> Result<usize, RuntimeError> {
+        let mut parts: Vec<[Vec<Part<'_>>; 2]> = Vec::with_capacity(chain.works.len());
+        for work in chain.works {
+            let Work::Compute {
+                inputs, outputs, ..
+            } = work
+            else {
+                return Ok(0);
+            };
+            parts.push([self.parts(inputs)?, self.parts(outputs)?]);
+        }
+        let mut all = Vec::with_capacity(parts.len());
+        for (work, [x, y]) in chain.works.iter().zip(&parts) {
+            let Work::Compute {
+                path, op, context, ..
+            } = *work
+            else {
+                return Ok(0);
+            };
+            let op = Op {
+                kind: op,
+                path,
+                x,
+                y,
+                context,
+                scratch: 0,
+                has_library: self.products.is_some(),
+                shared: self.gpu.shared,
+            };
+            op.check()?;
+            all.push(op);
+        }
+        for (n, products) in ways(&all, chain.kept) {
+            let mut steps: Vec<Step> = products.into_iter().map(Step::Product).collect();
+            if !self.can_multiply(stream, &steps)? {
+                continue;
+            }
+            for (i, op) in all[..n].iter().enumerate() {
+                let is_written = i + 1 == n || chain.kept.get(i) == Some(&true);
+                let written = op.y.iter().filter(|_| is_written);
+                steps.extend(written.filter_map(|y| ops::pad(*y)));
+            }
+            self.run(stream, &steps)?;
+            return Ok(n);
+        }
+        Ok(0)
+    }
+}
