@@ -126,6 +126,21 @@ pub struct Chain<'a> {
     pub works: &'a [Work<'a>],
     /// Of each whether its result is to be written though the next one takes it.
     pub kept: &'a [bool],
+    /// Whether the last one, a sum in an accumulator, adds to zeros, whatever lies there.
+    pub is_cleared: bool,
+}
+
+impl<'a> Chain<'a> {
+    /// The work that clears the accumulator, if the chain is to.
+    pub fn clears(&self) -> Option<Work<'a>> {
+        match self.works.last() {
+            Some(Work::Compute { outputs, .. }) if self.is_cleared => Some(Work::Fill {
+                value: 0.0,
+                output: *outputs.first()?,
+            }),
+            _ => None,
+        }
+    }
 }
 
 /// Memory and streams of one rank. Arenas begin as zeros. A place beyond its arena is an error.
@@ -183,7 +198,7 @@ pub trait Device: Send {
     /// Puts a chain on a stream. Returns bytes that it takes beside the arenas.
     fn launch_chain(&mut self, stream: StreamId, chain: &Chain<'_>) -> Result<u64, RuntimeError> {
         let mut most = 0;
-        for work in chain.works {
+        for work in chain.clears().iter().chain(chain.works) {
             most = most.max(self.launch(stream, work)?);
         }
         Ok(most)

@@ -190,4 +190,4 @@ pub(crate) fn chained(
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

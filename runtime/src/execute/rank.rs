@@ -345,14 +345,16 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
             while let Some((step, others)) = rest.split_first() {
                 // Measured and looked at is each by itself.
                 let at_once = !profile && !watch.looks;
-                let is_chain = at_once && self.device.chains() && step.n_chained > 1;
+                let has_chains = at_once && self.device.chains();
+                let is_chain = has_chains && step.n_chained > 1;
+                let is_spared = has_chains && step.is_spared;
                 let n = match is_chain {
                     true => step.n_chained,
                     false if at_once && self.device.joins() => step.n_joined,
                     false => 1,
                 };
                 let n = n.saturating_sub(1).min(others.len());
-                if n > 0 {
+                if n > 0 || is_spared {
                     self.record.iter_mut().for_each(Record::begin);
                     let together = &rest[..=n];
                     together.iter().for_each(|s| self.standing.before(s));
@@ -432,7 +434,10 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
             local: &self.locals[b.index()],
             at: place(role, *b, m),
         };
-        let kinds = steps.iter().map(|s| &instructions[s.instruction].kind);
+        // What a chain will write anew need not be cleared.
+        let has_chains = self.device.chains();
+        let played = steps.iter().filter(|s| !(has_chains && s.is_spared));
+        let kinds = played.map(|s| &instructions[s.instruction].kind);
         let tensors: Vec<[Vec<Tensor<'_>>; 2]> = kinds
             .clone()
             .map(|kind| match kind {
@@ -467,9 +472,11 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
                 let chain = Chain {
                     works: &works,
                     kept: &steps.iter().map(|s| s.is_kept).collect::<Vec<_>>(),
+                    is_cleared: first.is_cleared,
                 };
                 self.device.launch_chain(first.stream, &chain)?
             }
+            false if works.is_empty() => 0,
             false => self.device.launch_all(first.stream, &works)?,
         };
         self.note_scratch(bytes + self.fabric.held_bytes());

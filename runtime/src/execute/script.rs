@@ -15,7 +15,7 @@ use crate::error::RuntimeError;
 use ir::program::{
     BufferClass, Event, InstrKind, Instruction, Program, RoleProgram, TemplateKind, Which,
 };
-use ir::{BufferId, InstrId, Pass, StreamId, TemplateId};
+use ir::{BufferId, InstrId, OpKind, Pass, StreamId, TemplateId};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -48,6 +48,10 @@ pub(crate) struct Step {
     pub n_chained: usize,
     /// Whether its result is written though the next one of its chain takes it.
     pub is_kept: bool,
+    /// Whether the chain that it begins ends in an accumulator that holds nothing yet.
+    pub is_cleared: bool,
+    /// Whether it clears an accumulator that such a chain comes to next.
+    pub is_spared: bool,
 }
 
 /// The script of a role.
@@ -165,6 +169,8 @@ impl Script {
                     n_joined: n_joined[at],
                     n_chained: chains.counts[at],
                     is_kept: chains.kept[at],
+                    is_cleared: false,
+                    is_spared: false,
                 });
             }
             made.slots.push(steps);
@@ -177,9 +183,55 @@ impl Script {
             let (slot, at) = made.streams[stream.index()][n - 1];
             made.slots[slot][at].is_awaited = true;
         }
+        spare_zeros(role, &mut made.slots);
         let steps = made.slots.iter().flatten();
         made.n_writers = steps.filter(|s| s.writes_states).count();
         made
+    }
+}
+
+/// Notes which chains come to an accumulator right after it was cleared. Where chains are played, they
+/// can write there what they would add, and it need not be cleared.
+fn spare_zeros(role: &RoleProgram, slots: &mut [Vec<Step>]) {
+    // By accumulator, the step that cleared it, since when nobody was there.
+    let mut zeros: BTreeMap<BufferId, (usize, usize)> = BTreeMap::new();
+    let (mut cleared, mut spared) = (Vec::new(), Vec::new());
+    for (k, slot) in slots.iter().enumerate() {
+        let mut first = 0;
+        for (at, step) in slot.iter().enumerate() {
+            let instruction = &role.template(step.template).instructions[step.instruction];
+            if step.n_chained > 0 {
+                first = at;
+            }
+            match &instruction.kind {
+                InstrKind::Fill { value: 0.0, output }
+                    if role.buffer(*output).class == BufferClass::Step =>
+                {
+                    zeros.insert(*output, (k, at));
+                }
+                InstrKind::Compute { kind, outputs, .. }
+                    if step.n_chained == 0 && matches!(kind, OpKind::Accumulate { .. }) =>
+                {
+                    for b in outputs {
+                        if let Some(fill) = zeros.remove(b) {
+                            cleared.push((k, first));
+                            spared.push(fill);
+                        }
+                    }
+                }
+                _ => {
+                    for b in instruction.reads().iter().chain(&instruction.writes()) {
+                        zeros.remove(b);
+                    }
+                }
+            }
+        }
+    }
+    for (k, at) in cleared {
+        slots[k][at].is_cleared = true;
+    }
+    for (k, at) in spared {
+        slots[k][at].is_spared = true;
     }
 }
 
@@ -269,3 +321,6 @@ fn validation(role: &RoleProgram) -> Result<Vec<ScriptSlot>, RuntimeError> {
     slots.extend(tail.into_iter().rev());
     Ok(slots)
 }
+
+#[cfg(test)]
+mod tests;

@@ -19,7 +19,7 @@ pub(super) fn ways<'a>(
 
 impl Cuda {
     /// Puts the first works of a chain on a stream as one, and says how many these are: 0 where the
-    /// library has nothing for them.
+    /// library has nothing for them. Unless these are all, nothing is cleared.
     pub(super) fn launch_fused(
         &mut self,
         stream: StreamId,
@@ -56,7 +56,10 @@ impl Cuda {
             op.check()?;
             all.push(op);
         }
-        for (n, products) in ways(&all, chain.kept) {
+        for (n, mut products) in ways(&all, chain.kept) {
+            if chain.is_cleared && n == all.len() {
+                products.iter_mut().for_each(|p| p.c = None);
+            }
             let mut steps: Vec<Step> = products.into_iter().map(Step::Product).collect();
             if !self.can_multiply(stream, &steps)? {
                 continue;

@@ -697,7 +697,9 @@ impl Device for Cuda {
         } else {
             0
         };
-        for work in chain.works.get(n..).unwrap_or_default() {
+        let rest = chain.works.get(n..).unwrap_or_default();
+        let clears = chain.clears().filter(|_| !rest.is_empty());
+        for work in clears.iter().chain(rest) {
             most = most.max(self.launch(stream, work)?);
         }
         Ok(most)

@@ -21,7 +21,7 @@ fn many(kind: OpKind, inputs: &[u32], output: u32) -> Instruction {
     })
 }
 
-fn dot(l: u32, r: u32, y: u32) -> Instruction {
+pub(in crate::execute) fn dot(l: u32, r: u32, y: u32) -> Instruction {
     let einsum = Einsum::parse("ij,jk->ik").expect("an einsum");
     many(OpKind::DotGeneral { einsum }, &[l, r], y)
 }
@@ -30,7 +30,7 @@ fn add(l: u32, r: u32, y: u32) -> Instruction {
     many(OpKind::Binary { f: Binary::Add }, &[l, r], y)
 }
 
-fn gelu(x: u32, y: u32) -> Instruction {
+pub(in crate::execute) fn gelu(x: u32, y: u32) -> Instruction {
     let f = Unary::GeluTanh;
     op(OpKind::Unary { f }, x, y)
 }
@@ -40,7 +40,7 @@ fn gelu_grad(before: u32, dy: u32, y: u32) -> Instruction {
     many(OpKind::Binary { f }, &[before, dy], y)
 }
 
-fn accumulate(x: u32, y: u32) -> Instruction {
+pub(in crate::execute) fn accumulate(x: u32, y: u32) -> Instruction {
     op(OpKind::Accumulate { dtype: DType::F32 }, x, y)
 }
 

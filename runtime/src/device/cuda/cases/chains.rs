@@ -17,6 +17,8 @@ pub(in super::super) struct ChainCase {
     tensors: Vec<Local>,
     ops: Vec<(OpKind, Vec<usize>, usize)>,
     kept: Vec<bool>,
+    /// Whether the last op, a sum in an accumulator, adds to zeros.
+    is_cleared: bool,
     flops: f64,
 }
 
@@ -63,6 +65,7 @@ impl ChainCase {
         run(&Chain {
             works: &works,
             kept: &self.kept,
+            is_cleared: self.is_cleared,
         })
     }
 
@@ -111,8 +114,11 @@ impl ChainCase {
         let got = self.results(&mut gpu, |gpu, chain| {
             gpu.bind()?;
             fused = gpu.launch_fused(STREAM, chain)?;
-            let mut rest = chain.works[fused..].iter();
-            rest.try_for_each(|w| gpu.launch(STREAM, w).map(|_| ()))
+            match fused == chain.works.len() {
+                true => Ok(()),
+                // From the beginning, by the way that a run has it.
+                false => gpu.launch_chain(STREAM, chain).map(|_| ()),
+            }
         })?;
         Ok((got, fused))
     }
@@ -144,6 +150,7 @@ fn forms(factors: &Factors, bias: &Local, flops: f64) -> Vec<ChainCase> {
                 tensors,
                 ops: all,
                 kept: kept.to_vec(),
+                is_cleared: false,
                 flops,
             }
         };
@@ -190,18 +197,29 @@ fn forms(factors: &Factors, bias: &Local, flops: f64) -> Vec<ChainCase> {
     ]
 }
 
-/// A weight's gradient, added to an accumulator.
-fn accumulated([x, dy, w]: [Local; 3], text: &str, flops: f64) -> ChainCase {
+/// A weight's gradient, added to an accumulator: to what is there, and to zeros.
+fn accumulated([x, dy, w]: [Local; 3], text: &str, flops: f64) -> [ChainCase; 2] {
+    [false, true].map(|is_cleared| {
+        let factors = [x.clone(), dy.clone(), w.clone()];
+        one_accumulated(factors, text, is_cleared, flops)
+    })
+}
+
+fn one_accumulated([x, dy, w]: [Local; 3], text: &str, is_cleared: bool, flops: f64) -> ChainCase {
     let sum = Local {
         dtype: DType::F32,
         ..w.clone()
     };
     let accumulate = OpKind::Accumulate { dtype: DType::F32 };
     ChainCase {
-        name: "product, accumulate".into(),
+        name: match is_cleared {
+            false => "product, accumulate".into(),
+            true => "product, accumulate to zeros".into(),
+        },
         tensors: vec![x, dy, w, sum],
         ops: vec![(einsum(text), vec![0, 1], 2), (accumulate, vec![2], 3)],
         kept: vec![false; 2],
+        is_cleared,
         flops,
     }
 }
@@ -226,10 +244,10 @@ pub(in super::super) fn cases(t: DType) -> Vec<ChainCase> {
     let mut all = forms(&plain, &s(&[3, 2, 4]), 0.0);
     all.extend(forms(&padded, &part(t, &[cols]), 0.0));
     let factors = [s(&[2, 5, 12]), s(&[2, 5, 24]), s(&[12, 24])];
-    all.push(accumulated(factors, "bsh,bsf->hf", 0.0));
+    all.extend(accumulated(factors, "bsh,bsf->hf", 0.0));
     // One product for each matrix of a batch.
     let factors = [s(&[3, 5, 6]), s(&[3, 5, 7]), s(&[3, 6, 7])];
-    all.push(accumulated(factors, "eci,eco->eio", 0.0));
+    all.extend(accumulated(factors, "eci,eco->eio", 0.0));
     all
 }
 
@@ -296,7 +314,7 @@ fn real(samples: u64, tokens: u64) -> Vec<ChainCase> {
         let rows = samples * tokens;
         let flops = 2.0 * (rows * inner * out) as f64;
         let mut these = forms(&factors, &b(&[out]), flops);
-        these.push(accumulated([b(&x), b(&y), b(&w)], "bsh,bsf->hf", flops));
+        these.extend(accumulated([b(&x), b(&y), b(&w)], "bsh,bsf->hf", flops));
         for case in &mut these {
             case.name = format!("{what} {}, {rows} x {inner} x {out}", case.name);
         }
