@@ -375,6 +375,10 @@ const HARMLESS: &[(&str, &str)] = &[
         "what begins or ends a step does the same when it is done again",
     ),
     ("swap slots", "neither needs the other"),
+    (
+        "wrong transfer value",
+        "a layout op gives its operand another name",
+    ),
     ("wrong chunk", "a pass without ops may be any stage's"),
     (
         "wrong microbatch",

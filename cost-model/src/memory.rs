@@ -52,7 +52,7 @@ pub fn peak_bytes(role: &RoleProgram, cluster: &Cluster) -> Bytes {
 }
 
 /// The most bytes that one instruction copies outside the arena on the CPU: both sides of a
-/// message, f32 forms of half-precision operands and results.
+/// message, f32 forms of half-precision operands and results, operands that results are written over.
 pub fn scratch_bytes(role: &RoleProgram) -> Bytes {
     let instructions = role.templates.iter().flat_map(|t| &t.instructions);
     Bytes(
@@ -76,16 +76,21 @@ fn instruction_scratch(role: &RoleProgram, kind: &InstrKind) -> u64 {
         InstrKind::Slice { input, .. } => 2u64.saturating_mul(bytes(&mut std::iter::once(*input))),
         InstrKind::Exchange { sends, recvs } => bytes(&mut sends.iter().chain(recvs).map(|s| s.1)),
         InstrKind::Compute {
-            inputs, outputs, ..
+            kind,
+            inputs,
+            outputs,
+            ..
         } => {
             let is_half = |b: &BufferId| {
                 role.buffers
                     .get(b.index())
                     .is_some_and(|b| matches!(b.dtype, DType::Bf16 | DType::F16))
             };
-            2u64.saturating_mul(bytes(
-                &mut inputs.iter().chain(outputs).copied().filter(is_half),
-            ))
+            // An operand that the result is written over, unless its place is where the kernel finds it.
+            let is_copied = |b: &BufferId| kind.in_place().is_empty() && inputs.contains(b);
+            let copied = bytes(&mut outputs.iter().copied().filter(is_copied));
+            let widened = bytes(&mut inputs.iter().chain(outputs).copied().filter(is_half));
+            2u64.saturating_mul(widened).saturating_add(copied)
         }
         InstrKind::WorldSum { .. }
         | InstrKind::Load { .. }

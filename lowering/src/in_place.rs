@@ -91,7 +91,8 @@ fn facts(role: &RoleDraft) -> Vec<Facts> {
     facts
 }
 
-fn apply(role: &mut RoleDraft, into: &[BufferId]) {
+/// Gives every instruction the buffers that those it names are merged into.
+pub(crate) fn apply(role: &mut RoleDraft, into: &[BufferId]) {
     for (i, &target) in into.iter().enumerate().filter(|(i, t)| t.index() != *i) {
         // The merged buffer is used no more; what was to be kept is now in the other.
         let lifetime = std::mem::replace(&mut role.buffers[i].lifetime, Lifetime::ByUse);

@@ -12,7 +12,7 @@ use crate::bucket::BucketSizes;
 use crate::error::LowerError;
 use crate::resolve::{Homes, resolve};
 use crate::uses::{CrossEdge, Edge, Uses};
-use crate::{coalesce, emit, in_place, offload, order, pack, place};
+use crate::{coalesce, emit, in_place, offload, order, overwrite, pack, place};
 use ir::op::OpStrategy;
 use ir::plan::{LayerStrategy, Plan, ScheduleKind, StagePlan};
 use ir::program::{Program, RoleProgram};
@@ -136,6 +136,7 @@ impl Layouts {
             coalesce::coalesce(&mut role, sizes);
             pack::pack(&mut role);
             offload::offload(&resolved, &mut role);
+            overwrite::overwrite_operands(&mut role);
             let seen = plan.cluster.seen_by(role.mesh.devices);
             place::place(role, seen.planned_bytes(plan.headroom))
         });

@@ -13,6 +13,7 @@
 //!   │ coalesce   collectives that can share a launch
 //!   │ pack       copies around collectives that want contiguous pieces
 //!   │ offload    tensors that rest in hosts or files, and copies around their uses
+//!   │ overwrite  results in the buffers of operands that die where they are made
 //!   │ place      lifetime and arena offset of every buffer
 //!   │ waits      what instructions wait for, in their slot and in earlier ones
 //!   ▼
@@ -31,6 +32,8 @@
 //! * A collective's output may be its operand's buffer (all-reduce only). The buffer's spec is
 //!   the one its value was made with: from the all-reduce on, the axes reduced are no longer
 //!   partial.
+//! * A result may have the buffer of an operand that is read for the last time there, where the op
+//!   allows it (`OpKind::may_overwrite`).
 //! * `deps` name instructions of *other* streams only, and only the last of each that matters:
 //!   earlier ones are implied by stream order.
 //! * Slots follow each other on all streams but that of transfers: the first instruction of a
@@ -46,6 +49,7 @@ mod layouts;
 mod memory;
 mod offload;
 pub mod order;
+mod overwrite;
 mod pack;
 mod place;
 mod resolve;

@@ -16,6 +16,7 @@
 
 use crate::draft::{DraftBuffer, Lifetime, RoleDraft, Serves, buffers_mut};
 use crate::error::LowerError;
+use crate::overwrite::write_apart;
 use crate::place::place_again;
 use crate::turns::separate_copies;
 use ir::program::{InstrKind, Instruction, Program, RoleProgram, Space, TemplateKind};
@@ -138,14 +139,15 @@ fn in_pieces(
 }
 
 /// A program whose collectives move all tensors as they stand, without copies around them, and
-/// whose buffers all have copies of their own: that of software which lays its tensors out so, and
-/// whose memory is counted stage by stage.
+/// whose buffers all have copies of their own and are written by one op: that of software which lays
+/// its tensors out so, and whose memory is counted stage by stage.
 ///
 /// Fails where the program's arena is larger than any memory.
 pub fn without_pieces(program: &Program) -> Result<Program, LowerError> {
     let mut program = program.clone();
     for role in &mut program.roles {
         separate_copies(role);
+        write_apart(role);
         put_together(role)?;
     }
     Ok(program)

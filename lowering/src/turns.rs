@@ -37,7 +37,7 @@ use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::sync::Arc;
 
 /// The templates that touch each buffer, ascending.
-fn touched_by(role: &RoleProgram) -> Vec<Vec<TemplateId>> {
+pub(crate) fn touched_by(role: &RoleProgram) -> Vec<Vec<TemplateId>> {
     let mut by: Vec<Vec<TemplateId>> = vec![Vec::new(); role.buffers.len()];
     for (t, template) in role.templates.iter().enumerate() {
         let t = TemplateId::new(t);

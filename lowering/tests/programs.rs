@@ -370,14 +370,14 @@ embed.lookup(embed.table tokens)
 h.0.fc(embed.lookup h.0.up)
 h.0.act(h.0.fc)
 h.0.proj(h.0.act h.0.down)
-h.0.out(h.0.proj embed.lookup)
-head.logits(h.0.out head.weight)
+h.0.out(h.0.proj embed.lookup) -> h.0.proj
+head.logits(h.0.proj head.weight)
 head.lse(head.logits)
 load labels
 head.nll(head.logits head.lse labels)
 head.sum(head.nll)
-loss(head.sum)
-accumulate.loss(loss)"
+loss(head.sum) -> head.sum
+accumulate.loss(head.sum)"
     );
     assert_eq!(show::trace(&program.roles[0]), "begin F0 B0 F1 B1 end");
 }

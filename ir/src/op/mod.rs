@@ -857,6 +857,26 @@ impl OpKind {
         }
     }
 
+    /// Whether results may be written over an operand that nothing reads afterwards and that has their
+    /// dims and type: a result's element depends on that very element of the operand, and on no
+    /// other one of it.
+    ///
+    /// Kernels of every device guarantee that whoever writes an element of a result has read the
+    /// operand's element before, and that nobody reads that afterwards: a thread reads and writes the
+    /// same range of bytes, however wide its loads are, and no load goes through a cache that
+    /// stores pass by. A kernel that cannot works on a copy of the operand.
+    pub fn may_overwrite(&self, operand: usize) -> bool {
+        match self {
+            OpKind::Unary { .. }
+            | OpKind::Binary { .. }
+            | OpKind::ClampedSwiglu { .. }
+            | OpKind::ClampedSwigluGrad { .. }
+            | OpKind::Dropout { .. } => true,
+            OpKind::ScaleRows | OpKind::ExpertBias | OpKind::CrossEntropyGrad => operand == 0,
+            _ => false,
+        }
+    }
+
     /// Result types for the given operand types. `state_ty` is the declared type of `Input`
     /// and `State`, which nothing else determines.
     pub fn infer(

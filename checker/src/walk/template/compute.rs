@@ -15,6 +15,19 @@ fn in_place(kind: &OpKind) -> &'static [(usize, usize)] {
     }
 }
 
+/// Says whether an op works element for element on an operand, so that a result may take its bytes.
+fn overwrites(kind: &OpKind, operand: usize) -> bool {
+    match kind {
+        OpKind::Unary { .. }
+        | OpKind::Binary { .. }
+        | OpKind::ClampedSwiglu { .. }
+        | OpKind::ClampedSwigluGrad { .. }
+        | OpKind::Dropout { .. } => true,
+        OpKind::ScaleRows | OpKind::ExpertBias | OpKind::CrossEntropyGrad => operand == 0,
+        _ => false,
+    }
+}
+
 impl Run<'_, '_> {
     pub(super) fn compute(
         &mut self,
@@ -73,17 +86,19 @@ impl Run<'_, '_> {
         }
     }
 
-    /// Updates work in place, nothing else does. An accumulator's old value is read where the
-    /// result stands, but it is no operand.
+    /// Updates work in place, and what is done to each element alone may, in the one buffer of an
+    /// operand; nothing else does. An accumulator's old value is read where the result stands, but
+    /// it is no operand.
     fn places(&mut self, kind: &OpKind, inputs: &[BufferId], outputs: &[BufferId]) -> bool {
         let pairs = in_place(kind);
         for (r, &b) in outputs.iter().enumerate() {
             let own = pairs.iter().find(|p| p.0 == r).map(|p| p.1);
-            let good = match own {
-                Some(o) => {
-                    inputs.get(o) == Some(&b) && inputs.iter().filter(|i| **i == b).count() == 1
-                }
-                None => !inputs.contains(&b),
+            let mut operands = (0..inputs.len()).filter(|&o| inputs[o] == b);
+            let (first, more) = (operands.next(), operands.next());
+            let good = match (own, first) {
+                (Some(o), _) => first == Some(o) && more.is_none(),
+                (None, Some(o)) => overwrites(kind, o) && more.is_none(),
+                (None, None) => true,
             };
             if !good {
                 let expected = own.map_or("a buffer that is no operand's".into(), |o| {

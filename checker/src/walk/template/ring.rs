@@ -121,7 +121,8 @@ impl<'a> Run<'a, '_> {
         Some(held)
     }
 
-    /// Adds what one part gives of a gradient to what all parts before it gave.
+    /// Adds what one part gives of a gradient to what all parts before it gave; the sum may stand where
+    /// either stood, as a sum of any two tensors may.
     fn ring_sum(
         &mut self,
         op: &Op,
@@ -153,10 +154,6 @@ impl<'a> Run<'a, '_> {
         self.holds_part(addend, (self.site.facts.root(v), to, to + 1))?;
         self.same_spec(before, sum)?;
         self.same_spec(addend, sum)?;
-        if before == sum || addend == sum {
-            self.wrong("in_place", "another buffer for the sum", self.name(sum));
-            return None;
-        }
         let ranks = self.ring_axis(&self.site.role.buffer(sum).spec.clone())?.1;
         Some(vec![self.summed(sum, v, Part { step: to, ranks })?])
     }

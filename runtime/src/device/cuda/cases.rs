@@ -181,8 +181,31 @@ pub(super) fn results_of<D: Device>(
     context: &Context,
 ) -> Result<Vec<Vec<f32>>, RuntimeError> {
     let (xs, ys, _) = places(case);
-    write(device, &xs, bytes)?;
-    play(device, case, (&xs, &ys), context)?;
+    results_at(device, case, (&xs, &ys), bytes, context)
+}
+
+/// The results where the first one takes the place of an operand, which has its dims and type.
+#[cfg(test)]
+pub(super) fn results_over<D: Device>(
+    device: &mut D,
+    case: &Case,
+    operand: usize,
+    context: &Context,
+) -> Result<Vec<Vec<f32>>, RuntimeError> {
+    let (xs, mut ys, _) = places(case);
+    ys[0] = xs[operand];
+    results_at(device, case, (&xs, &ys), &contents(case), context)
+}
+
+fn results_at<D: Device>(
+    device: &mut D,
+    case: &Case,
+    (xs, ys): (&[Place], &[Place]),
+    bytes: &[Vec<u8>],
+    context: &Context,
+) -> Result<Vec<Vec<f32>>, RuntimeError> {
+    write(device, xs, bytes)?;
+    play(device, case, (xs, ys), context)?;
     let read = |(&at, local): (&Place, &Local)| Ok(numbers(local, &device.read(STREAM, at)?));
     ys.iter().zip(&case.2).map(read).collect()
 }

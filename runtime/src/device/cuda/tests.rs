@@ -2,7 +2,7 @@
 
 use super::args::Source;
 use super::cases::chains;
-use super::cases::{Case, SMALL, cases, context, multipliers, results, results_of};
+use super::cases::{Case, SMALL, cases, context, multipliers, results, results_of, results_over};
 use super::*;
 use crate::device::Cpu;
 use crate::execute::{Local, narrow};
@@ -89,6 +89,50 @@ fn chains_give_what_their_ops_give() {
             check(&case, Multiplier::Tuned, rounding, case.n_ops());
         }
         check(&chains::partly(dtype), Multiplier::Library, rounding, 2);
+    }
+}
+
+/// A result is the same, to the bit, where it takes the bytes of an operand that it may overwrite.
+#[test]
+fn results_may_lie_over_operands() {
+    if !is_emulated("device::cuda::tests::results_may_lie_over_operands") {
+        return;
+    }
+    let context = context();
+    let mut seen = std::collections::BTreeSet::new();
+    for dtype in [DType::F32, DType::Bf16] {
+        for case in cases(dtype) {
+            let may = |&i: &usize| case.0.may_overwrite(i) && case.1[i] == case.2[0];
+            for i in (0..case.1.len()).filter(may) {
+                let name = format!("{:?} of {dtype:?} over {i}", case.0);
+                let bits = |found: Result<Vec<Vec<f32>>, RuntimeError>| -> Vec<u32> {
+                    let found = found.unwrap_or_else(|e| panic!("{name}: {e}"));
+                    found.concat().into_iter().map(f32::to_bits).collect()
+                };
+                let cpu = || Cpu::new(SMALL, 0, 1);
+                let apart = bits(results(&mut cpu(), &case, &context));
+                let over = bits(results_over(&mut cpu(), &case, i, &context));
+                assert!(apart == over, "{name} on the CPU");
+                let gpu = || Cuda::new(0, SMALL, 0).expect("the emulated GPU opens");
+                let apart = bits(results(&mut gpu(), &case, &context));
+                let over = bits(results_over(&mut gpu(), &case, i, &context));
+                assert!(apart == over, "{name} on the GPU");
+                seen.insert(case.0.kernel_name());
+            }
+        }
+    }
+    for name in [
+        "add",
+        "clamped_swiglu",
+        "clamped_swiglu_grad",
+        "cross_entropy_grad",
+        "dropout",
+        "expert_bias",
+        "gelu_tanh",
+        "gelu_tanh_grad",
+        "scale_rows",
+    ] {
+        assert!(seen.contains(name), "{name} has no case");
     }
 }
 

@@ -240,12 +240,5 @@ fn chunks(order: SequenceOrder, len: u64) -> [i64; 2] {
 /// Whether an operand may lie exactly where the result will: each thread reads the elements that
 /// it writes, and no others.
 fn may_share(kind: &OpKind, operand: usize, same_lengths: bool) -> bool {
-    match kind {
-        OpKind::Layout => true,
-        OpKind::Unary { .. } | OpKind::Dropout { .. } => true,
-        OpKind::Binary { .. } => same_lengths,
-        OpKind::ScaleRows | OpKind::CrossEntropyGrad | OpKind::ExpertBias => operand == 0,
-        OpKind::ClampedSwiglu { .. } | OpKind::ClampedSwigluGrad { .. } => true,
-        _ => false,
-    }
+    kind.is_view() || (same_lengths && kind.may_overwrite(operand))
 }
