@@ -74,7 +74,7 @@ impl Epilogue {
         self.kind & bit != 0
     }
 
-    /// What is wrong with it for a result of this layout.
+    /// The fault that it has for a result of this layout.
     fn fault(&self, d: &Layout) -> Option<&'static str> {
         if self.kind != PLAIN && d.batch != 1 {
             return Some("an epilogue in a batch, which is not played");

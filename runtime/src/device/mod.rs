@@ -124,7 +124,7 @@ pub enum Work<'a> {
 pub struct Chain<'a> {
     /// Ops with one result each, a product of matrices first.
     pub works: &'a [Work<'a>],
-    /// Of each whether its result is to be written though the next one takes it.
+    /// Whether the result of each is to be written though the next one takes it.
     pub kept: &'a [bool],
     /// Whether the last one, a sum in an accumulator, adds to zeros, whatever lies there.
     pub is_cleared: bool,

@@ -30,7 +30,8 @@ impl Uses {
         }
         Uses(uses)
     }
-    /// Whether what one instruction writes there is read by one other, and by nobody later.
+    /// Whether a value there is read by one instruction, beside the one that makes it, and does not
+    /// live on.
     fn is_handed_on(&self, role: &RoleProgram, b: BufferId) -> bool {
         let is_transient = role.buffer(b).class == BufferClass::Transient;
         is_transient && self.0.get(b.index()) == Some(&[1, 1])

@@ -58,7 +58,7 @@ pub struct Matmuls {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Key {
     shape: Shape,
-    /// Of A, B, D, C, the bias and the matrix beside D.
+    /// Alignments of A, B, D, C, the bias and the matrix beside D.
     aligned: [u32; 6],
 }
 

@@ -80,7 +80,7 @@ impl ChainCase {
         Ok(())
     }
 
-    /// What the chain writes, from a device that is given it.
+    /// The values that the chain writes, from a device that is given it.
     fn results<D: Device>(
         &self,
         device: &mut D,
