@@ -30,11 +30,11 @@ impl Uses {
         }
         Uses(uses)
     }
-    /// Whether a value there is read by one instruction, beside the one that makes it, and does not
-    /// live on.
-    fn is_handed_on(&self, role: &RoleProgram, b: BufferId) -> bool {
+    /// Whether so many reads and writes are all that a buffer has that does not live on.
+    fn are(&self, role: &RoleProgram, b: BufferId, uses: [usize; 2]) -> bool {
         let is_transient = role.buffer(b).class == BufferClass::Transient;
-        is_transient && self.0.get(b.index()) == Some(&[1, 1])
+        let all = self.0.get(b.index()).map(|both| both.map(|n| n as usize));
+        is_transient && all == Some(uses)
     }
 }
 
@@ -152,7 +152,14 @@ pub(crate) fn chained(
                 if !is_free || next.stream != of(first).stream {
                     break;
                 }
-                let is_kept = !uses.is_handed_on(role, value);
+                // The next one may write its result over the value. Else the chain's own uses of its
+                // buffer have to be all.
+                let own = |k: usize| parts(of(k));
+                let reads_it = |k: &usize| own(*k).is_some_and(|(_, x, _)| x.contains(&value));
+                let writes_it = |k: &usize| own(*k).is_some_and(|(_, _, y)| y == value);
+                let n_reads = (first + 1..=end).filter(reads_it).count();
+                let n_writes = (first..end).filter(writes_it).count();
+                let is_kept = output != value && !uses.are(role, value, [n_reads, n_writes]);
                 if is_kept && !is_gelu(kind) {
                     break;
                 }

@@ -90,6 +90,14 @@ fn what_follows_a_product_is_a_chain() {
     let residual = [dot(0, 1, 12), add(12, 2, 13), add(3, 13, 4)];
     assert_eq!(counts(&residual), [3, 0, 0]);
     assert_eq!(counts(&[dot(0, 1, 12), gelu_grad(2, 12, 3)]), [2, 0]);
+    // Sums that lie over the product, which nobody else sees then, though the sum lives on.
+    let over = [dot(0, 1, 12), add(12, 2, 12), add(3, 12, 13)];
+    assert_eq!(made(&over), (vec![3, 0, 0], vec![false, false, true]));
+    let lasting = [dot(0, 1, 11), add(11, 2, 11), gelu(11, 12)];
+    assert_eq!(made(&lasting), (vec![3, 0, 0], vec![false, true, true]));
+    let mut read_later = over.to_vec();
+    read_later.push(gelu(12, 14));
+    assert_eq!(counts(&read_later), [2, 0, 1, 1]);
     // One after the other, each with its own.
     let two = [
         dot(0, 1, 12),
