@@ -160,7 +160,7 @@ impl Cast {
         let (device, host) = self.arenas(role);
         let ordinal = rank.0 as usize % n_gpus.max(1);
         let gpu = Cuda::with(ordinal, device, host, self.options.matmuls)?;
-        gpu.prepare(&self.program.roles[role])?;
+        gpu.prepare(&self.program.roles[role]);
         Ok(gpu)
     }
     fn by_host(

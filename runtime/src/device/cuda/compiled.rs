@@ -1,17 +1,19 @@
 //! Machine code of kernels, made by NVRTC once for a GPU and kept in a folder of the user's.
 //!
 //! A file's name is a hash of all that the code depends on: the source, the options, the compiler's
-//! version, and the GPU. Files only spare time: one that is missing, or that the driver refuses, is
-//! made again, and a folder that cannot be written is no error.
+//! version, and the GPU. Before the code stands its own hash. Files only spare time: one that is
+//! missing or damaged, or that the driver refuses, is made again, and a folder that cannot be written
+//! is no error.
 
 #![allow(unsafe_code)] // calls the compiler, whose program is made and destroyed here
 
 use cudarc::nvrtc::{result, sys};
 use std::ffi::CString;
+use std::fs::File;
+use std::hash::{BuildHasher, RandomState};
+use std::io::Write;
 use std::panic::catch_unwind;
 use std::path::{Path, PathBuf};
-use std::process;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Names another folder for compiled kernels; empty for none.
 const FOLDER: &str = "MESHWRIGHT_KERNEL_CACHE";
@@ -47,25 +49,29 @@ pub(super) fn file(folder: &Path, gpu: &str, source: &str, options: &[String]) -
     folder.join(format!("{}.cubin", hasher.finalize().to_hex()))
 }
 
-/// The code in a file; none where it is not there or is no machine code.
+/// The code in a file; none where it is not there, is damaged or is no machine code.
 pub(super) fn read(file: &Path) -> Option<Vec<u8>> {
-    std::fs::read(file)
-        .ok()
-        .filter(|code| code.starts_with(ELF))
+    let bytes = std::fs::read(file).ok()?;
+    let (hash, code) = bytes.split_first_chunk::<{ blake3::OUT_LEN }>()?;
+    let is_whole = blake3::hash(code) == *hash && code.starts_with(ELF);
+    is_whole.then(|| code.to_vec())
 }
 
 /// Keeps code for later runs, if it can. The file appears whole.
 pub(super) fn keep(file: &Path, code: &[u8]) {
-    static NEXT: AtomicU64 = AtomicU64::new(0);
     let Some(folder) = file.parent().filter(|_| code.starts_with(ELF)) else {
         return;
     };
-    let n = NEXT.fetch_add(1, Ordering::Relaxed);
-    let part = file.with_extension(format!("{}-{n}.part", process::id()));
-    let kept = std::fs::create_dir_all(folder)
-        .and_then(|()| std::fs::write(&part, code))
-        .and_then(|()| std::fs::rename(&part, file));
-    if kept.is_err() {
+    // Processes that share the folder may have the same number, so the hasher's keys name the part.
+    let part = file.with_extension(format!("{:016x}.part", RandomState::new().hash_one(file)));
+    let written = || {
+        std::fs::create_dir_all(folder)?;
+        let mut to = File::create_new(&part)?;
+        to.write_all(blake3::hash(code).as_bytes())?;
+        to.write_all(code)?;
+        std::fs::rename(&part, file)
+    };
+    if written().is_err() {
         let _ = std::fs::remove_file(&part);
     }
 }
@@ -122,7 +128,17 @@ mod tests {
         assert_eq!(read(&kept).as_deref(), Some(&b"\x7fELF and more"[..]));
         keep(&text, b"the emulated compiler's");
         assert!(!text.exists());
-        std::fs::write(&text, b"spoiled").expect("a file");
+        // A bit that has turned, anywhere, and a file that was cut.
+        let whole = std::fs::read(&kept).expect("the file");
+        for at in [0, whole.len() - 1] {
+            let mut spoiled = whole.clone();
+            spoiled[at] ^= 1;
+            std::fs::write(&text, &spoiled).expect("a file");
+            assert_eq!(read(&text), None);
+        }
+        std::fs::write(&text, &whole[..whole.len() - 1]).expect("a file");
+        assert_eq!(read(&text), None);
+        std::fs::write(&text, b"short").expect("a file");
         assert_eq!(read(&text), None);
         assert_eq!(read(&name("b", "code")), None);
         // A folder that is a file cannot be written, which is no error.

@@ -149,28 +149,21 @@ impl Gpu {
         self.made(call.source, call.types)
     }
 
-    /// Makes the modules of these files and types, many at once.
-    ///
-    /// Fails where one cannot be compiled.
-    pub fn prepare(&self, wanted: &[(Source, Types)]) -> Result<(), RuntimeError> {
+    /// Makes the modules of these files and types, many at once. One that cannot be made is left to
+    /// the call that needs it, which says why: some may not be called on this GPU.
+    pub fn prepare(&self, wanted: &[(Source, Types)]) {
         let at_once = thread::available_parallelism().map_or(1, usize::from);
         let next = AtomicUsize::new(0);
         let make = || {
             while let Some((source, types)) = wanted.get(next.fetch_add(1, Ordering::Relaxed)) {
-                self.made(*source, *types)?;
+                let _ = self.made(*source, *types);
             }
-            Ok(())
         };
         thread::scope(|scope| {
-            let threads: Vec<_> = (0..at_once.min(wanted.len()))
-                .map(|_| scope.spawn(make))
-                .collect();
-            let ended = threads.into_iter().map(|t| t.join());
-            let results: Vec<_> = ended
-                .map(|r| r.unwrap_or_else(|_| Err(RuntimeError::Program("a compiler ends".into()))))
-                .collect();
-            results.into_iter().collect()
-        })
+            for _ in 0..at_once.min(wanted.len()) {
+                scope.spawn(make);
+            }
+        });
     }
 
     fn made(&self, source: Source, types: Types) -> Result<Arc<CudaModule>, RuntimeError> {

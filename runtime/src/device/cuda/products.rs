@@ -444,6 +444,10 @@ impl Products {
                     (least, best) = (ms, Some(*proposal));
                 }
             }
+            // What comes after the product is then a call of its own.
+            if has_epilogue && least.is_infinite() {
+                return Ok(None);
+            }
         }
         if let Some(best) = best {
             chosen.push((wanted, best));

@@ -7,6 +7,8 @@ use ir::op::{Binary, Unary};
 
 /// The matrix beside D begins columns at multiples of so many elements.
 const BESIDE: i64 = 8;
+/// Bytes that its address is a multiple of.
+const BESIDE_ALIGNED: u64 = 16;
 
 fn overlap(a: Span, b: Span) -> bool {
     a.at < b.at + b.bytes && b.at < a.at + a.bytes
@@ -92,12 +94,14 @@ pub(in super::super) fn fused(ops: &[Op<'_>], kept: &[bool]) -> Option<Vec<Produ
         let has_bias =
             |b: &Part<'_>| b.elements() as u64 == shape.rows && b.local.dtype == y.local.dtype;
         let can = is_whole && !shape.d.is_transposed && bias.as_ref().is_none_or(has_bias);
-        if !can || epilogue.has_beside() && shape.d.ld % BESIDE != 0 {
+        let at = beside.map_or(0, |b| b.span.at);
+        let is_aligned = shape.d.ld % BESIDE == 0 && at % BESIDE_ALIGNED == 0;
+        if !can || epilogue.has_beside() && !is_aligned {
             return None;
         }
         shape.epilogue = epilogue;
         product.bias = bias.map_or(0, |b| b.span.at);
-        product.beside = beside.map_or(0, |b| b.span.at);
+        product.beside = at;
         Some(product)
     });
     made.collect()
