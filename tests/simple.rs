@@ -27,14 +27,7 @@ fn a_simpler_plan_is_taken_within_the_tolerance_and_says_what_it_cost() {
     let strategies = |made: &Planned| made.plan.layer_strategies.len();
     let step_s = |made: &Planned| made.plan.predicted.step_time_s.0;
     let mut n_simpler = 0;
-    for memory in [
-        450 << 20,
-        500 << 20,
-        550 << 20,
-        600 << 20,
-        700 << 20,
-        900 << 20,
-    ] {
+    for memory in [470 << 20, 490 << 20, 520 << 20, 560 << 20] {
         let fastest = plan(memory, 0.0);
         assert_eq!(fastest.plan.proof.simpler, None);
         let mut last = strategies(&fastest);
@@ -59,6 +52,6 @@ fn a_simpler_plan_is_taken_within_the_tolerance_and_says_what_it_cost() {
     }
     assert!(
         n_simpler > 1,
-        "{n_simpler} of 12 plans are simpler than the fastest"
+        "{n_simpler} of 8 plans are simpler than the fastest"
     );
 }
