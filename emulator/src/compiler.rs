@@ -215,26 +215,6 @@ pub unsafe extern "C" fn nvrtcDestroyProgram(program: *mut *mut Program) -> Stat
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn nvrtcGetPTXSize(program: *const Program, bytes: *mut usize) -> Status {
-    // SAFETY: the caller's program and pointer.
-    match unsafe { program.as_ref() } {
-        // SAFETY: as above.
-        Some(program) => unsafe { give(bytes, program.image.len()) },
-        None => INVALID_PROGRAM,
-    }
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn nvrtcGetPTX(program: *const Program, to: *mut c_char) -> Status {
-    // SAFETY: the caller's program and buffer.
-    match unsafe { program.as_ref() } {
-        // SAFETY: as above.
-        Some(program) => unsafe { copy(&program.image, to) },
-        None => INVALID_PROGRAM,
-    }
-}
-
-#[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvrtcGetCUBINSize(program: *const Program, bytes: *mut usize) -> Status {
     // SAFETY: the caller's program and pointer.
     match unsafe { program.as_ref() } {

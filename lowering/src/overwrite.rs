@@ -1,7 +1,7 @@
 //! Results that take the buffer of an operand that dies where they are made.
 //!
-//! An op that works element for element ([`may_overwrite`](ir::OpKind::may_overwrite)) needs no second buffer where it
-//! is the last to read an operand of its result's type and layout:
+//! An op that works element for element ([`may_overwrite`](ir::OpKind::may_overwrite)) needs no
+//! second buffer where it is the last to read an operand of its result's type and layout:
 //!
 //! ```text
 //! apart      logits  F[----------]B              in place   logits  F[----------------]B
@@ -12,7 +12,7 @@
 //! before and behind that op, this needs no more copies than both needed.
 //!
 //! The op is the operand's last use in list order and in every other one. In its own template only
-//! kernels read the operand, on its stream, so that it waits for nobody; and slots follow each
+//! its own stream reads the operand, so that it waits for nobody; and slots follow each
 //! other but for exchanges, whose buffers are left alone.
 
 use crate::draft::{DraftBuffer, Lifetime, RoleDraft, buffers_mut};

@@ -18,8 +18,9 @@ const APART: u64 = 1 << 44;
 
 /// By template and instruction of a role, the kernels, products by the library and copies that one
 /// execution of it puts on its stream, on the first rank of the role, where cuBLASLt is there. Of
-/// instructions that are joined, or a chain that is one call, the first has the launches of all. What ranks send each other is not counted. None where there is
-/// no kernel for an op.
+/// instructions that are joined, or a chain that is one call, the first has the launches of all. What
+/// ranks send each other is not counted. Accumulators count as cleared, though a chain may spare
+/// that. None where there is no kernel for an op.
 pub fn launches(role: &RoleProgram) -> Vec<Vec<Option<u64>>> {
     let templates = role.templates.iter();
     let uses = Uses::of(role);

@@ -60,6 +60,8 @@ struct Key {
     shape: Shape,
     /// Alignments of A, B, D, C, the bias and the matrix beside D.
     aligned: [u32; 6],
+    /// Whether the sum lies where its addend does, and so cannot be made again.
+    is_over_addend: bool,
 }
 
 impl Matmuls {
@@ -98,6 +100,7 @@ impl Key {
         Key {
             shape: product.shape,
             aligned,
+            is_over_addend: product.c == Some(product.d),
         }
     }
 }
@@ -420,15 +423,23 @@ impl Products {
             Err(e) => return Err(wrong("a product's form", e)),
         };
         let wanted = Choice(*key, self.options);
+        // Where it cannot be measured, what was measured for the product alone is as good.
+        let apart = Key {
+            is_over_addend: false,
+            ..*key
+        };
+        let measured = Choice(apart, self.options);
         // Others wait: what one rank measures the others take.
         let mut chosen = chosen.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, known)) = chosen.iter().find(|(choice, _)| *choice == wanted) {
-            let algorithm = *known;
+        let known = |of: &Choice| chosen.iter().find(|c| c.0 == *of).map(|c| c.1);
+        if let Some(algorithm) = known(&wanted) {
             return Ok(Some(Ready { form, algorithm }));
         }
-        // A sum that lies where its addend does would be another one each time.
-        let is_repeatable = product.c != Some(product.d);
-        let is_tuned = self.options.by == Multiplier::Tuned && is_repeatable;
+        if let Some(algorithm) = known(&measured) {
+            chosen.push((wanted, algorithm));
+            return Ok(Some(Ready { form, algorithm }));
+        }
+        let is_tuned = self.options.by == Multiplier::Tuned && !key.is_over_addend;
         let most = if is_tuned { MOST } else { 1 };
         let proposals = match form.proposals(self.handle, key.aligned, most) {
             Ok(proposals) => proposals,
