@@ -283,6 +283,25 @@ fn zero_levels_of_a_longer_table_of_positions() {
     }
 }
 
+/// States that are split over a part of the data ranks, with copies over the rest (HSDP), at every
+/// level, beside tensor and context ranks and a pipeline.
+#[test]
+fn copies_of_what_a_zero_level_splits() {
+    let case = Case::load("llama_untied_rope");
+    for (ranks, pins) in [
+        (4, "data=4 replicas=2 tensor=1 pipeline=1 zero=1 microbatch=4"),
+        (4, "data=4 replicas=2 tensor=1 pipeline=1 zero=2 microbatch=4"),
+        (4, "data=4 replicas=2 tensor=1 pipeline=1 zero=3 microbatch=4 recompute=full"),
+        (2, "data=2 replicas=2 tensor=1 pipeline=1 zero=3 microbatch=2"),
+        (8, "data=4 replicas=2 tensor=2 pipeline=1 zero=3 microbatch=4"),
+        (8, "data=4 replicas=2 context=2 tensor=1 pipeline=1 zero=2 microbatch=4"),
+        (8, "data=4 replicas=2 tensor=1 pipeline=2 zero=3 microbatch=4"),
+    ] {
+        let pins: Vec<&str> = pins.split(' ').collect();
+        check(&case, ranks, &pins, false);
+    }
+}
+
 /// Attention by heads (Ulysses) beside data, tensor and pipeline parallelism, in both orders of
 /// the sequence: as many heads as ranks, more, and heads that the ranks share unevenly.
 #[test]
@@ -675,6 +694,7 @@ fn experts_are_split_over_ranks() {
             "data=4 expert=4 tensor=1 pipeline=1 zero=1 microbatch=4",
             "data=4 expert=2 tensor=1 pipeline=1 zero=2 microbatch=4",
             "data=4 expert=2 tensor=1 pipeline=1 zero=3 microbatch=8",
+            "data=4 replicas=2 expert=2 tensor=1 pipeline=1 zero=3 microbatch=8",
             "data=4 expert=1 tensor=1 pipeline=1 zero=0 microbatch=8",
             "data=2 expert=2 tensor=2 pipeline=1 zero=1 microbatch=4",
             "data=2 expert=2 tensor=2 pipeline=1 zero=3 microbatch=2",

@@ -124,16 +124,16 @@ pub struct CompileArgs {
     /// Number of CPU ranks, for a cluster whose ranks share the processors of one machine.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     pub ranks: Option<u32>,
-    /// Fix a choice before the search: data=N, expert=N, context=N, context_order=zigzag|natural,
-    /// context_attention=gather|ulysses|ring, tensor=N, pipeline=N, zero=0..3, microbatch=N,
-    /// split=5/4/4/5, schedule=NAME (1f1b, gpipe, ...), virtual=N (interleaved 1F1B, N stages on
+    /// Fix a choice before the search: data=N, replicas=N (HSDP), expert=N, context=N,
+    /// context_order=zigzag|natural, context_attention=gather|ulysses|ring, tensor=N, pipeline=N,
+    /// zero=0..3, microbatch=N, split=5/4/4/5, schedule=NAME (1f1b, gpipe, ...), virtual=N (interleaved 1F1B, N stages on
     /// each mesh; needs pipeline=P; virtual=1 forbids interleaving),
     /// recompute=none|full|selective, recompute:OP=yes|no, spec:TENSOR=[axes,...]; may be
     /// repeated.
     #[arg(long = "pin", value_name = "KEY=VALUE")]
     pub pins: Vec<String>,
     /// Plan every point of a recipe and take the fastest: ddp, zero-1, zero-2, zero-3 (or fsdp),
-    /// megatron, deepspeed-3d or alpa. Pins choose among the points and fix what they leave open.
+    /// hsdp, megatron, deepspeed-3d or alpa. Pins choose among the points and fix what they leave open.
     #[arg(long, value_name = "NAME")]
     pub preset: Option<String>,
     /// Plan for other software, in what it can express, at its prices and within what its processes

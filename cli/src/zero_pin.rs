@@ -25,7 +25,9 @@ pub fn unkept(plan: &Plan, training: &TrainingGraph, level: u8) -> Option<u8> {
         for run in &stage.runs {
             let of_axes = levels(plan, training, i, run.strategy as usize, run.first);
             let axes = stage.mesh.axes.iter().zip(of_axes);
-            for (axis, parameters) in axes.filter(|(axis, _)| axis.size > 1) {
+            // Ranks with copies have them at any level.
+            let splits = |name: &str| name != "replica";
+            for (axis, parameters) in axes.filter(|(axis, _)| axis.size > 1 && splits(&axis.name)) {
                 for p in parameters {
                     let Some(own) = p.zero else { continue };
                     let is_other = match level {

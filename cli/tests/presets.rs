@@ -66,8 +66,8 @@ fn a_preset_is_told_in_words_and_takes_pins() {
 fn what_no_preset_is_and_what_none_of_its_points_agrees_with_is_refused() {
     let place = Place::new();
     let refused = |more: &[&str]| place.refuses(&args(more), &[2]);
-    let all = ["ddp, zero-1, zero-2, zero-3, fsdp, megatron, deepspeed-3d, alpa"];
-    refused(&["--preset", "hsdp"]).says(&all);
+    let all = ["ddp, zero-1, zero-2, zero-3, fsdp, hsdp, megatron, deepspeed-3d, alpa"];
+    refused(&["--preset", "zero-4"]).says(&all);
     refused(&["--preset", "megatrn"]).says(&["did you mean `megatron`?"]);
     refused(&["--preset", "ddp", "--pin", "zero=3"]).says(&[
         "no point of preset ddp agrees with all pins",

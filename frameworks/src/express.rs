@@ -133,6 +133,9 @@ pub struct Vocabulary {
     pub zero: &'static [u8],
     /// ZeRO levels under a pipeline.
     pub zero_in_pipeline: &'static [u8],
+    /// ZeRO levels at which states may be split over a part of the data ranks, with copies over the
+    /// rest (HSDP).
+    pub copies: &'static [u8],
     /// Whether states are always split over ranks that split sequences: FSDP's mesh is made of the
     /// data and the context ranks, so there is no level 0 beside the latter.
     pub splits_states_over_context: bool,
@@ -163,6 +166,8 @@ const MEGATRON: Vocabulary = Vocabulary {
     // Above 1 it is Megatron-FSDP, which has no pipeline.
     zero: &[0, 1, 2, 3],
     zero_in_pipeline: &[0, 1],
+    // Instances of the distributed optimizer.
+    copies: &[1],
     splits_states_over_context: false,
     sequence_parallel: SequenceParallel::Optional,
     recompute: &[
@@ -176,6 +181,7 @@ const MEGATRON: Vocabulary = Vocabulary {
 const TORCHTITAN: Vocabulary = Vocabulary {
     // Level 1 is level 2 without a pipeline: gradients are reduced after every microbatch.
     zero: &[0, 2, 3],
+    copies: &[1, 2, 3],
     splits_states_over_context: true,
     schedules: &[
         ScheduleKind::OneFOneB,
@@ -201,6 +207,7 @@ const DATA: Vocabulary = Vocabulary {
     schedules: &[ScheduleKind::OneFOneB],
     zero: &[0, 1, 2, 3],
     zero_in_pipeline: &[0, 1],
+    copies: &[],
     splits_states_over_context: false,
     sequence_parallel: SequenceParallel::Never,
     recompute: &[Recomputation::None, Recomputation::Full],
@@ -276,6 +283,7 @@ impl Framework {
                 tensor: true,
                 interleaved: true,
                 schedules: TORCHTITAN.schedules,
+                copies: &[1, 2, 3],
                 sequence_parallel: SequenceParallel::Never,
                 ..DATA
             },
@@ -312,6 +320,7 @@ impl Framework {
             Framework::Llama3 => Vocabulary {
                 zero: &[0, 1, 2, 3],
                 schedules: &[ScheduleKind::OneFOneB],
+                copies: &[],
                 ..TORCHTITAN
             },
         }

@@ -526,7 +526,8 @@ impl<'a> Process<'a> {
     /// Memory that only the end of the step needs.
     fn update(&self, held: &Held) -> Bytes {
         let mesh = &self.role.mesh;
-        let reduced = mesh.axes.iter().any(|a| a.name == "data" && a.size > 1);
+        let splits_samples = |name: &str| name == "data" || name == "replica";
+        let reduced = (mesh.axes.iter()).any(|a| splits_samples(&a.name) && a.size > 1);
         let buckets = match reduced {
             true => self.memory.bucket_bytes.0.min(held.distinct_copies.0),
             false => 0,

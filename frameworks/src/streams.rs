@@ -55,7 +55,12 @@ pub(crate) fn arranged(program: &Program, software: &Software) -> Program {
 
 /// Whether an axis is one of those named.
 pub(crate) fn is_of(role: &RoleProgram, names: &[String], axis: AxisId) -> bool {
-    names.iter().any(|n| n == role.mesh.name(axis))
+    // Copies lie over some of the ranks that split samples.
+    let name = match role.mesh.name(axis) {
+        "replica" => "data",
+        name => name,
+    };
+    names.iter().any(|n| n == name)
 }
 
 fn arrange(role: &mut RoleProgram, software: &Software) {

@@ -280,6 +280,7 @@ pub(crate) fn read(
             split: Split::Own,
             data: beside.world.devices(),
             zero,
+            copies: 1,
             sequence_parallel: false,
             recompute: Recompute::All(recompute),
             offload: offload(&keys, zero),

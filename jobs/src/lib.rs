@@ -88,6 +88,8 @@ pub struct Job {
     pub data: Option<u32>,
     /// The ZeRO level.
     pub zero: u8,
+    /// Copies of what that level splits, over as many parts of the data ranks.
+    pub copies: u32,
     /// Whether norms and residuals are split along the sequence over tensor ranks.
     pub sequence_parallel: bool,
     /// The recomputation of blocks.

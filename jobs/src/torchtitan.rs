@@ -73,15 +73,6 @@ pub(crate) fn read(
         [tensor, context, pipeline, copies, shard],
     )?;
     let sharded = data.map_or(shard, |d| d / copies.max(1));
-    if copies > 1 && sharded > 1 {
-        notes.push(Note {
-            kind: NoteKind::NotModelled,
-            name: "parallelism.data_parallel_replicate_degree".into(),
-            value: Some(copies.to_string()),
-            line: args.line("parallelism.data-parallel-replicate-degree"),
-            words: "states are split over a part of the data ranks, with copies (HSDP); figures are of states over all of them".into(),
-        });
-    }
     let reshard = args
         .text("parallelism.fsdp-reshard-after-forward")?
         .unwrap_or("default");
@@ -222,6 +213,7 @@ pub(crate) fn read(
         split,
         data,
         zero,
+        copies: if zero > 0 { copies } else { 1 },
         sequence_parallel: tensor > 1,
         recompute,
         offload: offload(&args),

@@ -1,10 +1,10 @@
 //! Pins: what the user fixes before the search.
 //!
-//! A degree pin fixes the logical mesh (`data`, `tensor` axes, and between them, where they are
-//! pinned, `expert`, a part of the ranks that split samples, and `context`) and restricts which
-//! factors an axis may shard; `zero` restricts how parameters and optimizer states lie over axes
-//! that do not shard them; a tensor pin fixes one tensor's spec; `recompute` says which activations
-//! all layers recompute in the backward pass.
+//! A degree pin fixes the logical mesh (`data`, `tensor` axes, before them, where it is pinned,
+//! `replica`, and between them `expert`, both a part of the ranks that split samples, and
+//! `context`) and restricts which factors an axis may shard; `zero` restricts how parameters and
+//! optimizer states lie over axes that do not shard them; a tensor pin fixes one tensor's spec;
+//! `recompute` says which activations all layers recompute in the backward pass.
 
 pub(crate) mod check;
 pub(crate) mod inference;
@@ -22,6 +22,9 @@ use std::collections::BTreeMap;
 pub struct Pins {
     /// Data-parallel degree: ranks that split the samples of a microbatch.
     pub data: Option<u32>,
+    /// Copies of what a ZeRO level splits (HSDP, Zhao et al. 2023): of the ranks that split
+    /// samples, how many hold the same parts. The copies are on the slowest links.
+    pub replicas: Option<u32>,
     /// Expert-parallel degree: of the ranks that split samples, how many split the experts.
     pub expert: Option<u32>,
     /// Context-parallel degree: ranks that split the sequence, in attention too.
@@ -147,6 +150,8 @@ pub enum AxisRole {
     Free,
     /// Splits samples only; states by the ZeRO level.
     Data,
+    /// Splits samples only; every rank has a copy of the states, whatever the ZeRO level.
+    Replica,
     /// Splits the experts where an op has them and samples elsewhere; states by the ZeRO level.
     Expert,
     /// Splits the sequence in all ops that have one, or the heads in attention and next to it;
@@ -167,7 +172,7 @@ pub struct PinError {
 }
 
 impl Pins {
-    /// Reads pins of the forms `data=2`, `expert=2`, `context=2`, `context_attention=ulysses`, `tensor=4`, `pipeline=2`,
+    /// Reads pins of the forms `data=2`, `replicas=2`, `expert=2`, `context=2`, `context_attention=ulysses`, `tensor=4`, `pipeline=2`,
     /// `zero=1`, `microbatch=8`, `split=5/4/4/5` (layers of every stage), `schedule=gpipe`,
     /// `virtual=2`, `recompute=full`, `recompute:h.*.mlp.act=yes`, `offload=optimizer+activations:file`,
     /// `spec:h.*.attn.qkv.weight=[_,_,tensor,_]`; one argument may hold several, separated by
@@ -200,6 +205,7 @@ impl Pins {
         };
         match key {
             "data" => self.data = Some(degree()?),
+            "replicas" => self.replicas = Some(degree()?),
             "expert" => self.expert = Some(degree()?),
             "context" => self.context = Some(degree()?),
             "context_order" => match value {
@@ -282,7 +288,7 @@ impl Pins {
                 }),
                 _ => {
                     return Err(err(format!(
-                        "unknown key `{key}`; data, expert, context, context_order, context_attention, tensor, pipeline, zero, microbatch, split, schedule, virtual, recompute, recompute:OP, offload and spec:TENSOR are known"
+                        "unknown key `{key}`; data, replicas, expert, context, context_order, context_attention, tensor, pipeline, zero, microbatch, split, schedule, virtual, recompute, recompute:OP, offload and spec:TENSOR are known"
                     )));
                 }
             },
@@ -295,6 +301,7 @@ impl Pins {
         let mut out = Vec::new();
         let mut degree = |name: &str, d: Option<u64>| out.extend(d.map(|d| format!("{name}={d}")));
         degree("data", self.data.map(u64::from));
+        degree("replicas", self.replicas.map(u64::from));
         degree("expert", self.expert.map(u64::from));
         degree("context", self.context.map(u64::from));
         degree("tensor", self.tensor.map(u64::from));
@@ -340,7 +347,8 @@ impl Pins {
         if !self.fixes_mesh() {
             return vec!["x", "y"];
         }
-        let mut names = vec!["data"];
+        let mut names: Vec<&str> = self.replicas.map(|_| "replica").into_iter().collect();
+        names.push("data");
         names.extend(self.expert.map(|_| "expert"));
         names.extend(self.context.map(|_| "context"));
         names.push("tensor");
@@ -349,7 +357,13 @@ impl Pins {
 
     /// True when the degrees of parallelism inside a stage are fixed.
     pub fn fixes_mesh(&self) -> bool {
-        let degrees = [self.data, self.expert, self.context, self.tensor];
+        let degrees = [
+            self.data,
+            self.replicas,
+            self.expert,
+            self.context,
+            self.tensor,
+        ];
         degrees.iter().any(Option::is_some)
     }
 
@@ -390,6 +404,10 @@ pub(crate) fn zero_variants(
     train: &TrainSpec,
 ) -> Vec<ZeroVariant> {
     use ZeroVariant::*;
+    let level = match role {
+        AxisRole::Replica => Some(0),
+        _ => level,
+    };
     // Without gradients and moments a parameter alone can be split.
     if train.task == Task::Inference {
         return match (role, level) {

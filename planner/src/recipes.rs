@@ -6,9 +6,6 @@
 //!
 //! The free search knows nothing of recipes. They are there for users who want what they know, and
 //! for a benchmark that asks whether a recipe ever beats the search.
-//!
-//! Hybrid sharding (HSDP: states split inside a host, whole copies across hosts) is not among the
-//! recipes: a ZeRO level holds for all axes that split samples, so pins cannot say it.
 
 pub(crate) mod bounds;
 mod choose;
@@ -37,6 +34,9 @@ pub enum Recipe {
     Ddp,
     /// Data parallelism at ZeRO level 1, 2 or 3 (Rajbhandari et al. 2020).
     Zero(ZeroLevel),
+    /// Hybrid sharding (PyTorch's HSDP, Zhao et al. 2023): parameters and states split inside a host
+    /// or NVLink domain, or over a few of them, with copies over the rest.
+    Hsdp,
     /// Tensor, context, expert, pipeline and data parallelism of Megatron-LM (Narayanan et al.
     /// 2021; Korthikanti et al. 2022), interleaved or not, at ZeRO level 0 or 1.
     Megatron,
@@ -61,11 +61,12 @@ pub enum ZeroLevel {
 
 impl Recipe {
     /// All recipes.
-    pub const ALL: [Recipe; 7] = [
+    pub const ALL: [Recipe; 8] = [
         Recipe::Ddp,
         Recipe::Zero(ZeroLevel::One),
         Recipe::Zero(ZeroLevel::Two),
         Recipe::Zero(ZeroLevel::Three),
+        Recipe::Hsdp,
         Recipe::Megatron,
         Recipe::DeepSpeed3d,
         Recipe::Alpa,
@@ -73,12 +74,13 @@ impl Recipe {
 
     /// The names that [`Recipe::named`] knows, in the order of [`Recipe::ALL`]; `fsdp` is another
     /// name of `zero-3`.
-    pub const NAMES: [&'static str; 8] = [
+    pub const NAMES: [&'static str; 9] = [
         "ddp",
         "zero-1",
         "zero-2",
         "zero-3",
         "fsdp",
+        "hsdp",
         "megatron",
         "deepspeed-3d",
         "alpa",
@@ -91,6 +93,7 @@ impl Recipe {
             Recipe::Zero(ZeroLevel::One) => "zero-1",
             Recipe::Zero(ZeroLevel::Two) => "zero-2",
             Recipe::Zero(ZeroLevel::Three) => "zero-3",
+            Recipe::Hsdp => "hsdp",
             Recipe::Megatron => "megatron",
             Recipe::DeepSpeed3d => "deepspeed-3d",
             Recipe::Alpa => "alpa",
@@ -114,6 +117,7 @@ impl Recipe {
             Recipe::Zero(ZeroLevel::One) => data_parallel(facts, 1),
             Recipe::Zero(ZeroLevel::Two) => data_parallel(facts, 2),
             Recipe::Zero(ZeroLevel::Three) => data_parallel(facts, 3),
+            Recipe::Hsdp => hybrid(facts),
             Recipe::Megatron => megatron(facts, context),
             Recipe::DeepSpeed3d => deepspeed(facts),
             Recipe::Alpa => alpa(facts),
@@ -136,6 +140,31 @@ fn data_parallel(facts: &Facts, zero: u8) -> Vec<Pins> {
                 recompute: Some(recompute),
                 ..shape.pins(expert, zero)
             });
+        }
+    }
+    points
+}
+
+/// ZeRO-2 and ZeRO-3 over every number of whole hosts or domains that a power of two of copies
+/// leaves, the fewest copies first. Where all devices are neighbours there is one copy, as in FSDP.
+fn hybrid(facts: &Facts) -> Vec<Pins> {
+    let n = facts.n_devices;
+    let inside = |copies: &u32| n / copies >= facts.neighbours.min(n);
+    let copies = powers(n.into()).filter(|c| n.is_multiple_of(*c));
+    let some: Vec<u32> = copies.take_while(inside).filter(|c| *c > 1).collect();
+    let some = if some.is_empty() { vec![1] } else { some };
+    let mut points = Vec::new();
+    for copies in some {
+        for zero in [2, 3] {
+            for point in data_parallel(facts, zero) {
+                let among = point.expert.unwrap_or(1).max(1);
+                if n.is_multiple_of(copies.saturating_mul(among)) {
+                    points.push(Pins {
+                        replicas: Some(copies),
+                        ..point
+                    });
+                }
+            }
         }
     }
     points

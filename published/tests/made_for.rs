@@ -214,6 +214,7 @@ fn other_layout(forward: &Graph, row: &Row, q: &Question, made_for: &MadeFor) ->
         pipeline: n("pipeline"),
         virtual_stages: n("virtual"),
         zero: value("zero").unwrap_or(0) as u8,
+        copies: 1,
         micro_batch: value("microbatch").unwrap_or(1) / value("data").unwrap_or(1),
         sequence_parallel: pinned.iter().any(splits),
         recompute: Recomputation::None,

@@ -187,8 +187,12 @@ fn of_preset(e: PlanError, pins: &Pins) -> Failure {
 }
 
 /// The pins: key and accepted values of each.
-const PINS: [(&str, &str); 16] = [
+const PINS: [(&str, &str); 17] = [
     ("data", "data=N (ranks that split samples)"),
+    (
+        "replicas",
+        "replicas=N (of those, ranks that hold copies of what zero splits: HSDP)",
+    ),
     ("expert", "expert=N (of those, ranks that split experts)"),
     ("context", "context=N (ranks that split the sequence)"),
     ("context_order", "context_order=zigzag|natural"),
@@ -222,8 +226,11 @@ const PINS: [(&str, &str); 16] = [
 ];
 
 /// Names that frameworks have for pins, and the pins' own names.
-const OTHER_NAMES: [(&str, &str); 9] = [
+const OTHER_NAMES: [(&str, &str); 12] = [
     ("dp", "data"),
+    ("dp_replicate", "replicas"),
+    ("replicate", "replicas"),
+    ("replica", "replicas"),
     ("ep", "expert"),
     ("cp", "context"),
     ("tp", "tensor"),

@@ -81,11 +81,14 @@ const OTHER_NAMES: [(&str, &str); 7] = [
     ("titan", "torchtitan"),
 ];
 
-/// The output as a file, where its name is not that of a folder.
+/// The output as a file, where its name is not that of a folder. Digits behind a dot are a number, as
+/// in `job-qwen2.5-7b`, and no ending of a file.
 fn as_file(output: Option<&Path>) -> Option<&Path> {
+    let is_ending = |e: &std::ffi::OsStr| e.as_encoded_bytes().iter().all(u8::is_ascii_alphabetic);
     output.filter(|path| {
         let ends_as_folder = path.as_os_str().as_encoded_bytes().ends_with(b"/");
-        !ends_as_folder && !path.is_dir() && (path.exists() || path.extension().is_some())
+        let is_named_as_file = || path.extension().is_some_and(is_ending);
+        !ends_as_folder && !path.is_dir() && (path.exists() || is_named_as_file())
     })
 }
 

@@ -26,8 +26,11 @@ pub struct Degrees {
     pub pipeline: u32,
     /// Stages on each mesh.
     pub r#virtual: u32,
-    /// The ZeRO level of most parameters, over the ranks that split samples.
+    /// The ZeRO level of most parameters, over the ranks that split samples, or of these over the
+    /// axis that splits states most.
     pub zero: Span,
+    /// Copies of what that level splits, over the other axes that split samples (HSDP).
+    pub replicas: Span,
     /// The recomputation: `none`, `full`, `selective`, or `in part`, where layers differ.
     pub recompute: &'static str,
     /// Samples that a mesh works on at a time.
@@ -63,11 +66,8 @@ impl Degrees {
         let stages = stages(plan, training);
         let typical = typical(plan, training, &stages);
         let along = |what: &'static str| Span::of(typical.iter().map(|run| ranks(run, what)));
-        let zero = typical.iter().map(|run| {
-            let mut axes = run.axes.iter().filter(|a| a.size > 1);
-            let data = axes.find(|a| does(&a.does, "data parallel") || a.does.is_empty());
-            u32::from(data.and_then(|a| a.zero).unwrap_or(0))
-        });
+        let states = typical.iter().map(|run| states(run));
+        let (zero, replicas): (Vec<u32>, Vec<u32>) = states.unzip();
         Degrees {
             data: along("data parallel"),
             expert: along("expert parallel"),
@@ -75,7 +75,8 @@ impl Degrees {
             tensor: along("tensor parallel"),
             pipeline: plan.n_meshes() as u32,
             r#virtual: plan.schedule.virtual_stages(),
-            zero: Span::of(zero),
+            zero: Span::of(zero.into_iter()),
+            replicas: Span::of(replicas.into_iter()),
             recompute: recompute(&typical),
             microbatch: plan.microbatch,
         }
@@ -103,7 +104,10 @@ impl Degrees {
             self.expert.to_string(),
             self.pipeline.to_string(),
             self.r#virtual.to_string(),
-            self.zero.to_string(),
+            match self.replicas {
+                Span(1, 1) => self.zero.to_string(),
+                n => format!("{}, {n} copies", self.zero),
+            },
             self.recompute.to_string(),
             self.microbatch.to_string(),
         ]
@@ -115,7 +119,11 @@ impl fmt::Display for Degrees {
     /// plans have are left out.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "data={} tensor={}", self.data, self.tensor)?;
-        for (name, degree) in [("context", self.context), ("expert", self.expert)] {
+        for (name, degree) in [
+            ("replicas", self.replicas),
+            ("context", self.context),
+            ("expert", self.expert),
+        ] {
             if degree != Span(1, 1) {
                 write!(f, " {name}={degree}")?;
             }
@@ -171,6 +179,18 @@ fn does(all: &[String], what: &str) -> bool {
 fn ranks(run: &RunReport, what: &str) -> u32 {
     let axes = run.axes.iter().filter(|a| does(&a.does, what));
     axes.map(|a| a.size).product()
+}
+
+/// The ZeRO level over the axes that split samples, and how many copies there are of what it splits.
+fn states(run: &RunReport) -> (u32, u32) {
+    let axes = run.axes.iter().filter(|a| a.size > 1);
+    let data = axes.filter(|a| does(&a.does, "data parallel") || a.does.is_empty());
+    let data: Vec<(u32, u32)> = data
+        .map(|a| (u32::from(a.zero.unwrap_or(0)), a.size))
+        .collect();
+    let zero = data.iter().map(|(zero, _)| *zero).max().unwrap_or(0);
+    let whole = data.iter().filter(|(own, _)| zero > 0 && *own == 0);
+    (zero, whole.map(|(_, n)| *n).product())
 }
 
 /// Names what the layers recompute, by the runs that stand for their stages.

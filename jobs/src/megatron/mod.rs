@@ -146,11 +146,12 @@ pub(crate) fn job(
         });
     }
     let instances = args.count("num-distributed-optimizer-instances")?;
-    if instances.is_some_and(|n| n > 1) {
+    let instances = u32::try_from(instances.unwrap_or(1).max(1)).unwrap_or(u32::MAX);
+    if instances > 1 && zero > 1 {
         notes.push(Note {
             kind: NoteKind::NotModelled,
             name: args.spelled("num-distributed-optimizer-instances"),
-            value: instances.map(|n| n.to_string()),
+            value: Some(instances.to_string()),
             line: None,
             words: "states are split over a part of the data ranks: more memory than predicted"
                 .into(),
@@ -181,6 +182,8 @@ pub(crate) fn job(
         split: stages.split,
         data,
         zero,
+        // Instances of Megatron-FSDP are not modelled.
+        copies: if zero == 1 { instances } else { 1 },
         sequence_parallel,
         recompute,
         offload: offload(args)?,

@@ -142,7 +142,7 @@ fn addend_options(s: &Setting<'_>, ops: &[OpId], rules: &[ShardingRule]) -> Vec<
     let options = s.mesh.axis_ids().map(|a| {
         let splits_tokens = matches!(
             s.roles[a.index()],
-            AxisRole::Data | AxisRole::Expert | AxisRole::Context
+            AxisRole::Data | AxisRole::Replica | AxisRole::Expert | AxisRole::Context
         );
         match passes && splits_tokens && s.mesh.size(a) > 1 && ops.len() > 1 {
             true => vec![false, true],
@@ -198,7 +198,7 @@ fn axis_options(
         && matches!(op.kind, OpKind::Binary { .. });
     let mut options = vec![AxisUse::Replicate];
     match role {
-        AxisRole::Data => {
+        AxisRole::Data | AxisRole::Replica => {
             if !batch.is_empty() {
                 options = batch;
             }

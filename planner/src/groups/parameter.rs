@@ -56,7 +56,7 @@ pub(super) fn parameter_group(s: &Setting<'_>, ops: &[OpId]) -> Group {
             {
                 return vec![ParamUse::Shard(dim)];
             }
-            if !matches!(role, AxisRole::Data | AxisRole::Expert | AxisRole::Context) {
+            if matches!(role, AxisRole::Free | AxisRole::Tensor) {
                 uses.extend(
                     (0..lens.len())
                         .filter(|&d| lens[d] >= n)

@@ -21,6 +21,7 @@ pub(crate) fn check(
     tensor_pins(pins, training)?;
     crate::offload::check(pins, cluster)?;
     experts(pins, training, cluster.n_devices().into())?;
+    replicas(pins, cluster.n_devices().into())?;
     virtual_stages(pins, training.graph.layers.len())?;
     samples(pins, train.global_batch)?;
     tokens(pins, train.sequence)?;
@@ -150,21 +151,48 @@ fn experts(pins: &Pins, training: &TrainingGraph, devices: u64) -> Result<(), Pl
             n => format!("pinned expert={expert} splits {n} experts; pin expert={n} or less"),
         }));
     }
-    let others = [pins.tensor, pins.context, pins.pipeline];
-    let others: u64 = others.into_iter().flatten().map(u64::from).product();
-    let of = pins.data.map_or(devices / others.max(1), u64::from);
+    let (of, what) = ranks_of_samples(pins, devices);
     if of.is_multiple_of(expert) {
         return Ok(());
     }
-    let what = match pins.data {
-        Some(data) => format!("the {data} ranks of the pinned data={data}"),
-        None => format!("the {of} ranks that the other pins leave of {devices} devices"),
-    };
     let fits: Vec<u64> = divisors(of).into_iter().filter(|d| *d <= fewest).collect();
     Err(PlanError::Pins(format!(
         "pinned expert={expert} is a part of the ranks that split samples and does not divide {what}; what fits: expert={}",
         listed(&fits)
     )))
+}
+
+/// Whether the copies of states divide the ranks that split samples, beside those that split experts.
+fn replicas(pins: &Pins, devices: u64) -> Result<(), PlanError> {
+    let Some(replicas) = pins.replicas.map(u64::from) else {
+        return Ok(());
+    };
+    let (of, what) = ranks_of_samples(pins, devices);
+    let expert = u64::from(pins.expert.unwrap_or(1).max(1));
+    if of.is_multiple_of(expert.saturating_mul(replicas)) {
+        return Ok(());
+    }
+    let beside = match expert {
+        1 => String::new(),
+        n => format!(", with expert={n} beside it"),
+    };
+    let fits: Vec<u64> = divisors(of / expert);
+    Err(PlanError::Pins(format!(
+        "pinned replicas={replicas} is a part of the ranks that split samples and does not divide {what}{beside}; what fits: replicas={}",
+        listed(&fits)
+    )))
+}
+
+/// The number of ranks that split samples under the pinned degrees, and in words which they are.
+fn ranks_of_samples(pins: &Pins, devices: u64) -> (u64, String) {
+    let others = [pins.tensor, pins.context, pins.pipeline];
+    let others: u64 = others.into_iter().flatten().map(u64::from).product();
+    let of = pins.data.map_or(devices / others.max(1), u64::from);
+    let words = match pins.data {
+        Some(data) => format!("the {data} ranks of the pinned data={data}"),
+        None => format!("the {of} ranks that the other pins leave of {devices} devices"),
+    };
+    (of, words)
 }
 
 /// Whether a sequence has a token for every rank of the context axis.
@@ -261,6 +289,7 @@ fn tensor_pins(pins: &Pins, training: &TrainingGraph) -> Result<(), PlanError> {
             if !axes.contains(&axis.as_str()) {
                 let other = match pins.fixes_mesh() {
                     true if axis == "expert" => "a pin expert=N adds it",
+                    true if axis == "replica" => "a pin replicas=N adds it",
                     true if pins.context.is_none() && axis == "context" => {
                         "a pin context=N adds it"
                     }

@@ -68,15 +68,19 @@ impl Pins {
         };
         let degrees = [
             ("data", self.data),
+            ("replicas", self.replicas),
             ("expert", self.expert),
             ("context", self.context),
             ("tensor", self.tensor),
         ];
         let unkept = degrees.iter().filter_map(|(name, degree)| {
             let n = (*degree)?;
-            // Ranks that split experts are among those that split samples.
+            // Ranks that split experts and those with copies are among those that split samples.
             let own = |mesh: &LogicalMesh| match *name {
-                "data" => size(mesh, "data").saturating_mul(size(mesh, "expert")),
+                "data" => ["replica", "data", "expert"]
+                    .iter()
+                    .fold(1, |n: u32, axis| n.saturating_mul(size(mesh, axis))),
+                "replicas" => size(mesh, "replica"),
                 name => size(mesh, name),
             };
             let other = plan.meshes().map(own).find(|has| *has != n)?;

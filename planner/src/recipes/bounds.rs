@@ -65,7 +65,7 @@ impl Sizes {
     /// level that splits it.
     pub(super) fn state_bytes(&self, pins: &Pins) -> f64 {
         let split = self.ranks(&[pins.tensor, pins.expert, pins.context, pins.pipeline]);
-        let all = self.n_devices;
+        let all = self.n_devices / f64::from(pins.replicas.unwrap_or(1).max(1));
         let degrees_are_pinned =
             pins.data.is_some() && pins.tensor.is_some() && pins.pipeline.is_some();
         let states = self.parameters + self.moments;

@@ -303,6 +303,7 @@ fn joined(point: &Pins, pins: &Pins) -> Result<Pins, &'static str> {
     let context = one("context", &context, &pins.context)?;
     Ok(Pins {
         data: one("data", &point.data, &pins.data)?,
+        replicas: one("replicas", &point.replicas, &pins.replicas)?,
         expert: one("expert", &point.expert, &pins.expert)?,
         context: context.filter(|&c| c > 1 || pins.context.is_some()),
         zigzag: point.zigzag || pins.zigzag,

@@ -74,7 +74,6 @@ fn every_name_is_of_a_recipe_and_every_recipe_has_its_own() {
         assert_eq!(Recipe::named(recipe.name()), Some(recipe));
         assert!(Recipe::NAMES.contains(&recipe.name()));
     }
-    assert_eq!(Recipe::named("hsdp"), None);
 }
 
 #[test]
@@ -93,6 +92,25 @@ fn data_parallel_recipes_split_samples_alone() {
         assert_eq!(values(&grid, |p| p.zero), [Some(level)]);
         assert_eq!(values(&grid, |p| p.data), [Some(64)]);
     }
+}
+
+#[test]
+fn hybrid_recipes_leave_states_in_whole_hosts() {
+    let grid = Recipe::Hsdp.grid(&facts(), None);
+    assert_eq!(values(&grid, |p| p.data), [Some(64)]);
+    assert_eq!(values(&grid, |p| p.zero), [Some(2), Some(3)]);
+    assert_eq!(
+        values(&grid, |p| p.replicas),
+        [Some(2), Some(4), Some(8)],
+        "64 devices on hosts of 8"
+    );
+    // On one host it is FSDP.
+    let host = Facts {
+        n_devices: 8,
+        ..facts()
+    };
+    let grid = Recipe::Hsdp.grid(&host, None);
+    assert_eq!(values(&grid, |p| p.replicas), [Some(1)]);
 }
 
 #[test]
@@ -121,7 +139,8 @@ fn no_grid_has_a_point_twice_and_degrees_make_the_devices() {
                 let made: u32 = degrees.iter().map(|d| d.unwrap_or(1)).product();
                 assert_eq!(made, facts.n_devices, "{p:?}");
                 let data = p.data.unwrap();
-                assert!(data.is_multiple_of(p.expert.unwrap_or(1)), "{p:?}");
+                let parts = p.expert.unwrap_or(1) * p.replicas.unwrap_or(1);
+                assert!(data.is_multiple_of(parts), "{p:?}");
                 let stages = p.pipeline.unwrap() * p.virtual_stages.unwrap_or(1);
                 assert!(stages as usize <= facts.n_layers, "{p:?}");
             }

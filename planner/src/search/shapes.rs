@@ -89,11 +89,15 @@ impl Search<'_> {
         let pins = self.pins;
         let n = devices.n_devices / pins.context.unwrap_or(1).max(1);
         let data = pins.data.unwrap_or_else(|| n / tensor.max(1));
-        // Experts are split by a part of the ranks that split samples.
-        let expert = pins.expert.unwrap_or(1).max(1);
-        let replicas = data.is_multiple_of(expert).then_some(data / expert)?;
-        // In this order as in Megatron-LM: tensor ranks are neighbours, context ranks next.
-        let mut sizes = vec![(AxisRole::Data, replicas)];
+        // Experts are split by a part of the ranks that split samples, and copies lie over one.
+        let replicas = pins.replicas.unwrap_or(1).max(1);
+        let inside = pins.expert.unwrap_or(1).max(1).checked_mul(replicas)?;
+        let rest = data.is_multiple_of(inside).then_some(data / inside)?;
+        // In this order as in Megatron-LM: tensor ranks are neighbours, context ranks next; copies
+        // are farthest apart.
+        let mut sizes: Vec<(AxisRole, u32)> = Vec::new();
+        sizes.extend(pins.replicas.map(|n| (AxisRole::Replica, n)));
+        sizes.push((AxisRole::Data, rest));
         sizes.extend(pins.expert.map(|e| (AxisRole::Expert, e)));
         sizes.extend(pins.context.map(|c| (AxisRole::Context, c)));
         sizes.push((AxisRole::Tensor, tensor));

@@ -103,15 +103,17 @@ impl Model {
         let experts = match (point.tensor, point.experts_among_samples() > 1) {
             (1, _) if point.context > 1 => return Vec::new(),
             (1, _) => {
+                let samples = point.samples();
                 return vec![
-                    "spec:h.*.moe.dispatch=[_,data+expert,_,_]".to_string(),
-                    "spec:h.*.moe.combine=[data+expert,_,_]".to_string(),
+                    format!("spec:h.*.moe.dispatch=[_,{samples},_,_]"),
+                    format!("spec:h.*.moe.combine=[{samples},_,_]"),
                 ];
             }
             (_, true) => "tensor+expert",
             (_, false) => "tensor",
         };
-        let of = |op| format!("spec:h.*.moe.{op}=[{experts},data,{tokens},_]");
+        let samples = point.samples_beside_experts();
+        let of = |op| format!("spec:h.*.moe.{op}=[{experts},{samples},{tokens},_]");
         ["gate", "up", "down"].map(of).to_vec()
     }
 
@@ -148,7 +150,7 @@ impl Model {
     /// Tables of tokens are split by tokens, as they are used.
     fn tables(&self, point: &Point) -> Vec<String> {
         let tables = self.tables.iter();
-        let data = u64::from(point.data);
+        let data = u64::from(point.shards());
         tables
             .filter_map(|(path, lens)| table_pin(path, (point.zero, data), lens, point.is_plain()))
             .collect()

@@ -35,6 +35,8 @@ pub struct Point {
     pub virtual_stages: u32,
     /// The ZeRO level.
     pub zero: u8,
+    /// Copies of what that level splits, over as many parts of the data ranks (HSDP).
+    pub copies: u32,
     /// Samples that a replica works on at a time.
     pub micro_batch: u64,
     /// Whether norms and residuals are split along the sequence over tensor ranks.
@@ -54,6 +56,11 @@ impl Point {
         }
     }
 
+    /// The data ranks over which the ZeRO level splits states.
+    pub fn shards(&self) -> u32 {
+        self.data / self.copies.max(1)
+    }
+
     /// Whether ranks that hold the same parameters are the data ranks alone.
     pub(super) fn is_plain(&self) -> bool {
         self.context == 1 && self.experts_among_samples() == 1
@@ -61,9 +68,19 @@ impl Point {
 
     /// The axes that split samples outside of experts' matmuls.
     pub(super) fn samples(&self) -> &'static str {
-        match self.experts_among_samples() {
-            1 => "data",
-            _ => "data+expert",
+        match (self.copies > 1, self.experts_among_samples() > 1) {
+            (false, false) => "data",
+            (false, true) => "data+expert",
+            (true, false) => "replica+data",
+            (true, true) => "replica+data+expert",
+        }
+    }
+
+    /// The axes that split samples where another one splits experts.
+    pub(super) fn samples_beside_experts(&self) -> &'static str {
+        match self.copies {
+            0 | 1 => "data",
+            _ => "replica+data",
         }
     }
 
@@ -84,7 +101,10 @@ impl Point {
         if self.virtual_stages > 1 {
             words.push(format!("{} stages on each mesh", self.virtual_stages));
         }
-        words.push(format!("ZeRO-{}", self.zero));
+        words.push(match self.copies {
+            0 | 1 => format!("ZeRO-{}", self.zero),
+            n => format!("ZeRO-{} over {}, with {n} copies", self.zero, self.shards()),
+        });
         words.push(format!("micro-batch {}", self.micro_batch));
         if self.sequence_parallel {
             words.push("sequence parallel".into());
@@ -116,6 +136,9 @@ impl Point {
             format!("microbatch={}", self.micro_batch * u64::from(self.data)),
             format!("schedule={}", self.schedule.name()),
         ];
+        if self.copies > 1 {
+            pins.push(format!("replicas={}", self.copies));
+        }
         if self.context > 1 {
             pins.push(format!("context={}", self.context));
             // Routing looks at all tokens of a sample in their order, and so does attention of whole
@@ -210,6 +233,7 @@ impl<'a> Space<'a> {
     fn inexpressible(&self) -> Option<String> {
         let (v, pins) = (&self.vocabulary, self.pins);
         let degrees = [
+            ("replicas", pins.replicas, !v.copies.is_empty()),
             ("tensor", pins.tensor, v.tensor),
             ("context", pins.context, v.context.is_some()),
             ("expert", pins.expert, v.expert),
@@ -308,6 +332,7 @@ impl<'a> Space<'a> {
                             pipeline,
                             virtual_stages: 1,
                             zero: 0,
+                            copies: 1,
                             micro_batch: 1,
                             sequence_parallel: false,
                             recompute: Recomputation::None,
@@ -367,6 +392,7 @@ impl<'a> Space<'a> {
         let zero = zeros.iter().find(|z| **z > 0).or(zeros.first())?;
         let mut point = Point {
             zero: *zero,
+            copies: *self.copies(&Point { zero: *zero, ..shape }).first()?,
             recompute: *self.recomputations().first()?,
             sequence_parallel: *self.sequence_parallel(&shape).last()?,
             schedule: *self.schedules(&shape).first()?,
@@ -391,6 +417,28 @@ impl<'a> Space<'a> {
             1
         };
         levels.take(some).collect()
+    }
+
+    /// Copies of states over the data ranks, the fewest first: one, or so many that each lies inside
+    /// a host, or over a power of two of them.
+    pub fn copies(&self, point: &Point) -> Vec<u32> {
+        let among = point.experts_among_samples();
+        let fits = |n: u32| point.data.is_multiple_of(n.saturating_mul(among));
+        match self.pins.replicas {
+            Some(n) if fits(n.max(1)) => vec![n.max(1)],
+            Some(_) => Vec::new(),
+            None if !self.vocabulary.copies.contains(&point.zero) => vec![1],
+            None => {
+                // States lie over the context ranks too.
+                let own = point.tensor.saturating_mul(point.context).max(1);
+                let whole = |n: &u32| {
+                    let lie_over = point.data / n * own;
+                    *n == 1 || fits(*n) && lie_over >= self.facts.neighbours
+                };
+                let powers = (0..31).map(|k| 1u32 << k);
+                powers.take_while(|n| *n <= point.data).filter(whole).collect()
+            }
+        }
     }
 
     /// Samples of a microbatch on a replica.
@@ -482,7 +530,16 @@ impl<'a> Space<'a> {
             ..*point
         });
         let zeros = self.zeros(point).into_iter();
-        let zeros = zeros.map(|zero| Point { zero, ..*point });
+        let zeros = zeros.map(|zero| Point {
+            zero,
+            copies: match self.copies(&Point { zero, ..*point }) {
+                all if all.contains(&point.copies) => point.copies,
+                all => all.first().copied().unwrap_or(1),
+            },
+            ..*point
+        });
+        let copies = around(&self.copies(point), &point.copies);
+        let copies = copies.into_iter().map(|copies| Point { copies, ..*point });
         let split = self.sequence_parallel(point).into_iter();
         let split = split.map(|sequence_parallel| Point {
             sequence_parallel,
@@ -493,7 +550,8 @@ impl<'a> Space<'a> {
             virtual_stages: 1,
             ..*point
         });
-        let all = sizes.chain(chunks).chain(zeros).chain(split).chain(orders);
+        let all = sizes.chain(chunks).chain(zeros).chain(copies);
+        let all = all.chain(split).chain(orders);
         // What a step in one knob makes of the others has to be possible still.
         let is_possible = |p: &Point| p != point && self.chunks(p).contains(&p.virtual_stages);
         let mut all: Vec<Point> = all.filter(is_possible).collect();
@@ -516,7 +574,9 @@ impl<'a> Space<'a> {
                     n += self.chunks(&point).len() as u64;
                 }
             }
-            n * self.zeros(shape).len() as u64
+            let states = self.zeros(shape).into_iter();
+            let states = states.map(|zero| self.copies(&Point { zero, ..*shape }).len() as u64);
+            n * states.sum::<u64>()
                 * self.recomputations().len() as u64
                 * self.sequence_parallel(shape).len() as u64
         };
@@ -553,8 +613,9 @@ impl<'a> Space<'a> {
     /// The pins without any one of which there are points.
     fn culprits(&self) -> Vec<String> {
         type Free = fn(&mut Pins);
-        const KNOBS: [(&str, Free); 8] = [
+        const KNOBS: [(&str, Free); 9] = [
             ("data", |p| p.data = None),
+            ("replicas", |p| p.replicas = None),
             ("tensor", |p| p.tensor = None),
             ("context", |p| p.context = None),
             ("expert", |p| p.expert = None),

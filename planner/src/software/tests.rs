@@ -291,6 +291,7 @@ fn the_layout_of_blocks_is_megatrons() {
         pipeline: 2,
         virtual_stages: 2,
         zero: 1,
+        copies: 1,
         micro_batch: 1,
         sequence_parallel: true,
         recompute: Recomputation::Norms,

@@ -484,6 +484,7 @@ fn pins(
         pipeline: job.pipeline,
         virtual_stages: job.virtual_stages,
         zero: job.zero,
+        copies: job.copies,
         micro_batch: job.micro_batch,
         sequence_parallel: job.sequence_parallel,
         recompute: named,

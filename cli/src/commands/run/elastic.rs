@@ -24,8 +24,9 @@ use std::process::Command;
 use std::time::Instant;
 
 /// Pins of degrees, which other ranks cannot keep.
-const OF_DEGREES: [&str; 8] = [
+const OF_DEGREES: [&str; 9] = [
     "data",
+    "replicas",
     "expert",
     "context",
     "tensor",
