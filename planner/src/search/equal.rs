@@ -72,7 +72,7 @@ impl Search<'_> {
     ) -> Solved {
         let n_layers = self.layers().kind.len();
         let devices = self.cluster.n_devices();
-        let shapes = self.shapes(batch);
+        let shapes = self.narrow_shapes(batch);
         let of_matmuls = self.least_matmul_s(batch);
         let mut order: Vec<(Least, usize, Vec<Way<'_>>)> = (0..self.submeshes.len())
             .filter(|&i| (devices / self.submeshes[i].n_devices) as usize <= n_layers)
@@ -202,7 +202,7 @@ impl Search<'_> {
         schedule: ScheduleKind,
         larger: &Larger,
     ) -> f64 {
-        let shapes = self.shapes(batch);
+        let shapes = self.narrow_shapes(batch);
         let of_matmuls = self.least_matmul_s(batch);
         let ways = (0..self.submeshes.len())
             .filter(|&i| self.n_stages(i) as usize <= self.layers().kind.len())

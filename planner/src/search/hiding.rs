@@ -77,8 +77,12 @@ impl Search<'_> {
             let least = found.iter().map(cost).fold(f64::INFINITY, f64::min);
             let to_beat = to_beat.min(least * NEAR);
             let solved = some.par_iter();
+            let narrow = Over {
+                submesh: whole,
+                is_wide: false,
+            };
             let solved =
-                solved.flat_map(|&b| self.hiding_of((whole, to_beat), b, schedule, reserve, None));
+                solved.flat_map(|&b| self.hiding_of((narrow, to_beat), b, schedule, reserve, None));
             let solved: Vec<Pipeline> = solved.collect();
             let is_dearer = !found.is_empty() && solved.iter().all(|p| cost(p) >= least);
             found.extend(solved.into_iter().filter(|p| cost(p) <= to_beat));
@@ -87,6 +91,16 @@ impl Search<'_> {
             }
         }
         let mut found = self.nearest(found);
+        if let Some(best) = found.first().filter(|_| !self.ends()) {
+            let wide = Over {
+                submesh: whole,
+                is_wide: true,
+            };
+            let to_beat = cost(best) * NEAR;
+            let wide = self.hiding_of((wide, to_beat), best.batch, schedule, reserve, None);
+            found.extend(wide);
+            found = self.nearest(found);
+        }
         found.extend(self.whole_beside(&found, whole, schedule, reserve));
         found
     }
@@ -105,7 +119,11 @@ impl Search<'_> {
         let Some(best) = best.filter(|_| self.pins.zero.is_none() && !self.ends()) else {
             return Vec::new();
         };
-        let any = (whole, f64::INFINITY);
+        let narrow = Over {
+            submesh: whole,
+            is_wide: false,
+        };
+        let any = (narrow, f64::INFINITY);
         let of_level = |level: u8| {
             let all = self.hiding_of(any, best.batch, schedule, reserve, Some(level));
             self.nearest(all)
@@ -128,7 +146,7 @@ impl Search<'_> {
     /// `to_beat`; at a ZeRO level, or any.
     fn hiding_of(
         &self,
-        (whole, to_beat): (usize, f64),
+        (over, to_beat): (Over, f64),
         batch: u64,
         schedule: ScheduleKind,
         reserve: u64,
@@ -136,7 +154,9 @@ impl Search<'_> {
     ) -> Vec<Pipeline> {
         let m = (self.train.global_batch / batch) as u32;
         let shapes = self.shapes(batch).into_iter().enumerate();
-        let own: Vec<(usize, Shape)> = shapes.filter(|(_, s)| s.submesh == whole).collect();
+        let whole = over.submesh;
+        let own = shapes.filter(|(_, s)| s.submesh == whole && s.is_wide == over.is_wide);
+        let own: Vec<(usize, Shape)> = own.collect();
         let made = own.par_iter().flat_map_iter(|(index, shape)| {
             let Ok(models) = self.made_models(shape, batch) else {
                 return Vec::new();
@@ -215,6 +235,13 @@ impl Search<'_> {
             is_much: traffic_s > MUCH * kernels_s,
         }
     }
+}
+
+/// The shapes that are looked at.
+#[derive(Clone, Copy)]
+struct Over {
+    submesh: usize,
+    is_wide: bool,
 }
 
 /// The time of a pipeline whose traffic runs beside its kernels.

@@ -120,6 +120,7 @@ mod tests {
             submesh,
             mesh: LogicalMesh::new(devices, vec![axis]).unwrap(),
             roles: vec![AxisRole::Free],
+            is_wide: false,
         }
     }
 

@@ -334,7 +334,7 @@ impl Search<'_> {
         if self.ends() {
             return unsolved();
         }
-        let shapes = self.shapes(batch);
+        let shapes = self.narrow_shapes(batch);
         let candidates = shapes.par_iter().enumerate().map(|(i, shape)| {
             let candidate = || self.candidate(i, shape, batch, m, reserve);
             (!self.ends()).then(candidate)

@@ -427,7 +427,7 @@ impl Search<'_> {
     /// The pipelines over the submesh of one, with as many stages, that are of one shape each and
     /// cost little more by the objective.
     fn of_one_shape(&self, p: &Pipeline, reserve: u64) -> Vec<Pipeline> {
-        let shapes = self.shapes(p.batch);
+        let shapes = self.narrow_shapes(p.batch);
         let stages = p.choice.stages.iter();
         let own: BTreeSet<usize> = stages.map(|s| Rungs::of_tag(s.tag).0).collect();
         let submeshes = own.iter().filter_map(|&i| shapes.get(i));

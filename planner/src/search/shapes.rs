@@ -22,10 +22,20 @@ pub(super) struct Shape {
     pub(super) submesh: usize,
     pub(super) mesh: LogicalMesh,
     pub(super) roles: Vec<AxisRole>,
+    /// Whether its second axis joins several hosts.
+    pub(super) is_wide: bool,
 }
 
 impl Search<'_> {
-    /// Logical shapes of every submesh that suit a microbatch of `batch` samples.
+    /// The shapes that every pipeline may have: all but the wide ones, with the same numbers.
+    pub(super) fn narrow_shapes(&self, batch: u64) -> Vec<Shape> {
+        let mut shapes = self.shapes(batch);
+        shapes.retain(|s| !s.is_wide);
+        shapes
+    }
+
+    /// Logical shapes of every submesh that suit a microbatch of `batch` samples; wide ones of the
+    /// whole cluster come last.
     pub(super) fn shapes(&self, batch: u64) -> Vec<Shape> {
         let mut shapes = Vec::new();
         for (submesh, at) in self.submeshes.iter().enumerate() {
@@ -57,10 +67,44 @@ impl Search<'_> {
                     submesh,
                     mesh,
                     roles: vec![AxisRole::Free, AxisRole::Free],
+                    is_wide: false,
                 }));
             }
         }
+        shapes.extend(self.wide_shapes());
         shapes
+    }
+
+    /// Shapes of the whole cluster whose second axis joins a power of two of hosts: states split over
+    /// some of the hosts, with copies over the others, are of these.
+    fn wide_shapes(&self) -> Vec<Shape> {
+        let n = self.cluster.n_devices();
+        let whole = self.submeshes.iter().position(|s| s.n_devices == n);
+        let Some(submesh) = whole.filter(|_| !self.pins.fixes_mesh() && self.cluster.is_equal())
+        else {
+            return Vec::new();
+        };
+        let devices = DeviceMesh {
+            first_rank: Rank(0),
+            n_devices: n,
+        };
+        let per_host = self.cluster.devices_per_host_at(devices.first_rank);
+        let powers = (1..31).map(|k| per_host.saturating_mul(1 << k));
+        let sizes = powers.take_while(|y| *y < n).filter(|y| n.is_multiple_of(*y));
+        let shape = |y: u32| {
+            let axis = |name: &str, size: u32| Axis {
+                name: name.into(),
+                size,
+            };
+            let mesh = LogicalMesh::new(devices, vec![axis("x", n / y), axis("y", y)])?;
+            Some(Shape {
+                submesh,
+                mesh,
+                roles: vec![AxisRole::Free, AxisRole::Free],
+                is_wide: true,
+            })
+        };
+        sizes.filter_map(shape).collect()
     }
 
     /// Tensor-parallel degrees that the pins leave to a submesh: of a part of a host where neither
@@ -112,6 +156,7 @@ impl Search<'_> {
             submesh,
             mesh,
             roles: sizes.into_iter().map(|(role, _)| role).collect(),
+            is_wide: false,
         })
     }
 }
