@@ -289,13 +289,34 @@ fn zero_levels_of_a_longer_table_of_positions() {
 fn copies_of_what_a_zero_level_splits() {
     let case = Case::load("llama_untied_rope");
     for (ranks, pins) in [
-        (4, "data=4 replicas=2 tensor=1 pipeline=1 zero=1 microbatch=4"),
-        (4, "data=4 replicas=2 tensor=1 pipeline=1 zero=2 microbatch=4"),
-        (4, "data=4 replicas=2 tensor=1 pipeline=1 zero=3 microbatch=4 recompute=full"),
-        (2, "data=2 replicas=2 tensor=1 pipeline=1 zero=3 microbatch=2"),
-        (8, "data=4 replicas=2 tensor=2 pipeline=1 zero=3 microbatch=4"),
-        (8, "data=4 replicas=2 context=2 tensor=1 pipeline=1 zero=2 microbatch=4"),
-        (8, "data=4 replicas=2 tensor=1 pipeline=2 zero=3 microbatch=4"),
+        (
+            4,
+            "data=4 replicas=2 tensor=1 pipeline=1 zero=1 microbatch=4",
+        ),
+        (
+            4,
+            "data=4 replicas=2 tensor=1 pipeline=1 zero=2 microbatch=4",
+        ),
+        (
+            4,
+            "data=4 replicas=2 tensor=1 pipeline=1 zero=3 microbatch=4 recompute=full",
+        ),
+        (
+            2,
+            "data=2 replicas=2 tensor=1 pipeline=1 zero=3 microbatch=2",
+        ),
+        (
+            8,
+            "data=4 replicas=2 tensor=2 pipeline=1 zero=3 microbatch=4",
+        ),
+        (
+            8,
+            "data=4 replicas=2 context=2 tensor=1 pipeline=1 zero=2 microbatch=4",
+        ),
+        (
+            8,
+            "data=4 replicas=2 tensor=1 pipeline=2 zero=3 microbatch=4",
+        ),
     ] {
         let pins: Vec<&str> = pins.split(' ').collect();
         check(&case, ranks, &pins, false);

@@ -13,7 +13,7 @@
 use crate::report::{Report, buffer_place, instr_place, role_place};
 use ir::plan::Plan;
 use ir::program::{ARENA_ALIGN, Buffer, BufferClass, InstrKind, Program, RoleProgram, Space};
-use ir::{BufferId, InstrId, TemplateId};
+use ir::{BufferId, Bytes, InstrId, TemplateId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Returns the first byte and the end of all copies of a buffer; `None` when they overflow.
@@ -58,8 +58,8 @@ pub(crate) fn check(plan: &Plan, program: &Program, report: &mut Report) {
                 report.add(
                     role_place(i),
                     "memory",
-                    format!("at most {usable} bytes{memory}"),
-                    bytes.to_string(),
+                    format!("at most {} ({usable} bytes){memory}", Bytes(usable)),
+                    format!("{} ({bytes} bytes)", Bytes(bytes)),
                 );
             }
         }

@@ -56,7 +56,7 @@ fn a_plan_for_two_groups_is_compiled_checked_and_played() {
     place
         .run(&["check", "small.json"])
         .expect(5)
-        .says(&["at most 4096 bytes"]);
+        .says(&["at most 4.00 KiB (4096 bytes)"]);
 }
 
 #[test]

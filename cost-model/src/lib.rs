@@ -16,6 +16,7 @@ pub mod fit;
 pub mod memory;
 pub mod presets;
 pub mod roofline;
+pub mod routing;
 pub mod simulate;
 pub mod trace;
 pub mod utilisation;
@@ -23,6 +24,7 @@ pub mod work;
 
 pub use compare::{Comparison, compare, expected_instructions};
 pub use error::SimError;
+pub use routing::Routing;
 pub use simulate::{
     Execution, SimulateOptions, Simulation, TimelineDetail, TimelineEvent, simulate,
 };

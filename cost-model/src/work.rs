@@ -1,6 +1,7 @@
 //! The work of a training step: the numerators of MFU, which no plan changes, and of HFU,
 //! which counts what a plan recomputes.
 
+use crate::routing::{self, Routing};
 use ir::op::Work;
 use ir::training::TrainingGraph;
 use ir::{DType, Flops, Pass, Region, TrainSpec};
@@ -41,20 +42,26 @@ impl StepWork {
 /// FLOPs of the matmuls and of attention in the forward and backward passes of one step with
 /// `global_batch` samples: PaLM's convention (Chowdhery et al. 2022, appendix B), which knows no
 /// causal mask. Attention with a window counts as many keys for each query as the window has.
-/// Recomputation and the optimizer do not count.
+/// Recomputation and the optimizer do not count, and of the slots of experts those alone that are
+/// filled where routers choose all equally often ([`Routing::filled`]).
 ///
 /// Work is linear in the samples, so all microbatches count as one of `global_batch` samples.
 pub fn model_flops(training: &TrainingGraph, global_batch: u64) -> Flops {
-    counted(
-        training,
-        global_batch,
-        |pass| matches!(pass, Pass::F | Pass::BI | Pass::BW),
-        Work::model_flops,
-    )
+    let graph = &training.graph;
+    let routings = Routing::all(graph);
+    let ops = graph.ops().iter().filter(|op| {
+        let is_model = matches!(op.pass, Pass::F | Pass::BI | Pass::BW);
+        op.region == Region::Microbatch && is_model
+    });
+    ops.map(|op| {
+        let flops = graph.work(op, 1).model_flops() * global_batch as f64;
+        Flops(flops * routing::filled(graph, op, &routings))
+    })
+    .sum()
 }
 
-/// [`model_flops`] and those of recomputed forward ops: what HFU counts. What a fused attention
-/// recomputes inside its own gradient counts in neither.
+/// [`model_flops`] with those of recomputed forward ops and of empty slots: what HFU counts. What a
+/// fused attention recomputes inside its own gradient counts in neither.
 pub fn hardware_flops(training: &TrainingGraph, global_batch: u64) -> Flops {
     counted(
         training,

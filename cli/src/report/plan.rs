@@ -5,8 +5,8 @@ use super::strategies::layer_range;
 use super::{count, percent, table, wrapped};
 use crate::document::capitalised;
 use crate::software::{not_exported, whose_plan};
-use cost_model::StepWork;
 use cost_model::utilisation::{peak_dtype, peak_flops_per_s, too_fast};
+use cost_model::{Routing, StepWork};
 use ir::cluster::Cluster;
 use ir::op::InputKind;
 use ir::plan::{Plan, Prediction, ScheduleKind, StageProof};
@@ -215,6 +215,7 @@ fn described(plan: &Plan, training: &TrainingGraph) -> String {
         let behind = w.find('\n').map_or(w.len(), |end| end + 1);
         w.insert_str(behind, &format!("{}.\n", capitalised(&words)));
     }
+    w += &mixtures(training);
     let all = stages(plan, training);
     let parts: Vec<Vec<Part>> = all.iter().map(parts).collect();
     let is_alike = |a: usize, b: usize| {
@@ -403,6 +404,21 @@ fn heading(plan: &Plan) -> String {
         let _ = writeln!(w, "Pinned: {}", plan.pins.join(", "));
     }
     w
+}
+
+/// Says how many tokens the experts of a mixture take; empty for a model without.
+fn mixtures(training: &TrainingGraph) -> String {
+    let lines = Routing::all(&training.graph).into_iter().map(|r| {
+        let chosen = format!("Experts: {} of {} for each token", r.top_k, r.experts);
+        let slots = counted(r.capacity, "slot");
+        let beyond = match r.capacity < r.tokens {
+            true => "; tokens that find theirs full are dropped (--expert-capacity)",
+            false => "; no token is dropped",
+        };
+        let factor = (100.0 * r.factor()).round() / 100.0;
+        format!("{chosen}, {slots} in each for a sample, {factor} times what balanced routers fill{beyond}\n")
+    });
+    lines.collect()
 }
 
 /// Describes in one line what interleaving saves; empty where a mesh has one stage.

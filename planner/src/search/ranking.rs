@@ -29,7 +29,7 @@ use intra_op::problem::IntraOpProblem;
 use ir::plan::{LayerStrategy, Plan, Proof, ScheduleKind, StagePlan, StageProof};
 use ir::program::Program;
 use ir::training::TrainingGraph;
-use ir::{Graph, Seconds, counted};
+use ir::{Bytes, Graph, Seconds, counted};
 use lowering::{BucketSizes, Layouts, LowerError};
 use rayon::prelude::*;
 use std::collections::{BTreeSet, VecDeque};
@@ -715,7 +715,7 @@ impl Search<'_> {
             space += &format!(", {}% of each device's memory left free", 100.0 * headroom);
         }
         if reserve > 0 {
-            space += &format!(", {reserve} bytes reserved for buffer placement");
+            space += &format!(", {} reserved for buffer placement", Bytes(reserve));
         }
         Proof {
             objective_s: Seconds(objective),

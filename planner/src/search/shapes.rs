@@ -90,7 +90,9 @@ impl Search<'_> {
         };
         let per_host = self.cluster.devices_per_host_at(devices.first_rank);
         let powers = (1..31).map(|k| per_host.saturating_mul(1 << k));
-        let sizes = powers.take_while(|y| *y < n).filter(|y| n.is_multiple_of(*y));
+        let sizes = powers
+            .take_while(|y| *y < n)
+            .filter(|y| n.is_multiple_of(*y));
         let shape = |y: u32| {
             let axis = |name: &str, size: u32| Axis {
                 name: name.into(),

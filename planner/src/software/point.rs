@@ -392,7 +392,12 @@ impl<'a> Space<'a> {
         let zero = zeros.iter().find(|z| **z > 0).or(zeros.first())?;
         let mut point = Point {
             zero: *zero,
-            copies: *self.copies(&Point { zero: *zero, ..shape }).first()?,
+            copies: *self
+                .copies(&Point {
+                    zero: *zero,
+                    ..shape
+                })
+                .first()?,
             recompute: *self.recomputations().first()?,
             sequence_parallel: *self.sequence_parallel(&shape).last()?,
             schedule: *self.schedules(&shape).first()?,
@@ -436,7 +441,10 @@ impl<'a> Space<'a> {
                     *n == 1 || fits(*n) && lie_over >= self.facts.neighbours
                 };
                 let powers = (0..31).map(|k| 1u32 << k);
-                powers.take_while(|n| *n <= point.data).filter(whole).collect()
+                powers
+                    .take_while(|n| *n <= point.data)
+                    .filter(whole)
+                    .collect()
             }
         }
     }
