@@ -929,6 +929,41 @@ fn a_zero_pin_without_a_data_axis_does_nothing() {
 }
 
 #[test]
+fn copies_are_summed_over_the_parts_that_a_zero_level_leaves() {
+    let forward = gpt2(2, 512, 256, 4096);
+    let pins = ["pipeline=1", "data=8", "replicas=2", "tensor=1", "zero=3"];
+    let made = planned(&forward, &train(8, 256), &cluster(8), &pins).expect("there is a plan");
+    let role = only_role(&made.program);
+    let whole = |b: BufferId| {
+        let b = role.buffer(b);
+        b.lens.iter().product::<u64>() * b.dtype.bytes()
+    };
+    // Moments lie over four of the eight data ranks.
+    let moments = role.states.iter().filter(|s| s.role == StateRole::Moment1);
+    for state in moments {
+        let b = role.buffer(state.buffer);
+        let parts = whole(state.buffer) as f64 / b.bytes as f64;
+        assert!((3.9..=4.0).contains(&parts), "{}: {parts}", b.name);
+    }
+    // So gradients are reduced to parts over these, and the parts over the two copies.
+    let mut over: [u64; 2] = [0, 0];
+    for i in role.templates.iter().flat_map(|t| &t.instructions) {
+        let InstrKind::Collective { kind, axes, items } = &i.kind else {
+            continue;
+        };
+        let names: Vec<&str> = axes.iter().map(|a| role.mesh.name(*a)).collect();
+        let bytes = items.iter().map(|item| role.buffer(item.input).bytes);
+        match (kind, &names[..]) {
+            (CollectiveKind::ReduceScatter(_), ["data"]) => over[0] += bytes.sum::<u64>(),
+            (CollectiveKind::AllReduce(_), ["replica"]) => over[1] += bytes.sum::<u64>(),
+            (CollectiveKind::AllGather, names) => assert_eq!(names, ["data"]),
+            _ => {}
+        }
+    }
+    assert!(over[1] > 0 && over[0] >= 4 * over[1], "{over:?}");
+}
+
+#[test]
 fn a_pinned_split_gives_every_stage_its_layers() {
     // Six layers: the embedding, four blocks, the output layer.
     let forward = gpt2(4, 512, 256, 4096);

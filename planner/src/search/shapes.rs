@@ -89,10 +89,6 @@ impl Search<'_> {
             n_devices: n,
         };
         let per_host = self.cluster.devices_per_host_at(devices.first_rank);
-        let powers = (1..31).map(|k| per_host.saturating_mul(1 << k));
-        let sizes = powers
-            .take_while(|y| *y < n)
-            .filter(|y| n.is_multiple_of(*y));
         let shape = |y: u32| {
             let axis = |name: &str, size: u32| Axis {
                 name: name.into(),
@@ -106,7 +102,7 @@ impl Search<'_> {
                 is_wide: true,
             })
         };
-        sizes.filter_map(shape).collect()
+        wide_sizes(per_host, n).filter_map(shape).collect()
     }
 
     /// Tensor-parallel degrees that the pins leave to a submesh: of a part of a host where neither
@@ -161,6 +157,13 @@ impl Search<'_> {
             is_wide: false,
         })
     }
+}
+
+/// Numbers of devices on a power of two of hosts that divide `n` devices and are fewer.
+fn wide_sizes(per_host: u32, n: u32) -> impl Iterator<Item = u32> {
+    let powers = (1..31).map(move |k| per_host.max(1).saturating_mul(1 << k));
+    let fewer = powers.take_while(move |y| *y < n);
+    fewer.filter(move |y| n.is_multiple_of(*y))
 }
 
 /// The submeshes that stages may have.
@@ -274,4 +277,18 @@ fn sizes(cluster: &Cluster, pins: &Pins) -> Vec<u32> {
                 && ((*k <= host && host.is_multiple_of(*k)) || k.is_multiple_of(host))
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::wide_sizes;
+
+    #[test]
+    fn wide_axes_join_some_of_the_hosts() {
+        let sizes = |per_host, n| wide_sizes(per_host, n).collect::<Vec<u32>>();
+        assert_eq!(sizes(8, 256), [16, 32, 64, 128]);
+        assert_eq!(sizes(8, 48), [16]);
+        assert!(sizes(8, 16).is_empty());
+        assert!(sizes(4, 12).is_empty());
+    }
 }
