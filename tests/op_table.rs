@@ -41,6 +41,8 @@ enum Work {
     Matmul(f64),
     /// This many FLOPs of attention products, and arithmetic per score.
     Attention(f64),
+    /// This many FLOPs of the products of a scan, and arithmetic per score.
+    Scan(f64),
 }
 
 /// Which operands have gradients.
@@ -127,8 +129,13 @@ fn variant(kind: &OpKind) -> (usize, usize) {
         OpKind::ClampedSwiglu { .. } => 53,
         OpKind::ClampedSwigluGrad { .. } => 54,
         OpKind::ExpertBias => 55,
+        OpKind::CausalConv => 56,
+        OpKind::CausalConvGradInput => 57,
+        OpKind::CausalConvGradWeight { .. } => 58,
+        OpKind::StateSpace { .. } => 59,
+        OpKind::StateSpaceGrad { .. } => 60,
     };
-    (i, 56)
+    (i, 61)
 }
 
 fn unary(f: Unary) -> OpKind {
@@ -237,10 +244,31 @@ fn table() -> Vec<Row> {
         row(OpKind::AttentionGrad { scale: 0.5, dropout: 0.0, key: "h.0.attn".into(), order: SequenceOrder::Natural, keys: Default::default(), bounds: Default::default() }, "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2] f32[B,3,2,4] f32[B,3,2]", "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4]", (3, 1), Attention(4.0 * 2.0 * 4.0 * 9.0 * 4.0), Later),
     ]);
     rows.extend(norms());
+    rows.extend(state_spaces());
     rows.extend(experts());
     rows.extend(images());
     rows.extend(optimizer());
     rows
+}
+
+/// Six tokens in one chunk; two groups of two heads of four elements, with states of two rows.
+#[rustfmt::skip]
+fn state_spaces() -> Vec<Row> {
+    use Gradient::{Later, Of};
+    use Work::{Scan, Vector};
+    let scan = OpKind::StateSpace { chunk: 6, dt_min: 0.001 };
+    let scan_grad = OpKind::StateSpaceGrad { chunk: 6, dt_min: 0.001 };
+    // For 2 samples: scores of 2 groups, their products with inputs, and states made and read.
+    let tokens = 2.0 * 6.0;
+    let flops = 2.0 * tokens * (2.0 * 6.0 * 2.0 + 4.0 * 6.0 * 4.0 + 2.0 * 4.0 * 2.0 * 4.0);
+    vec![
+        row(OpKind::CausalConv, "f32[B,3,5] f32[5,4]", "f32[B,3,5]", (2, 2), Vector, Of(&[0, 1])),
+        row(OpKind::CausalConv, "bf16[B,3,2,3,5] bf16[2,3,5,4]", "bf16[B,3,2,3,5]", (3, 2), Vector, Of(&[0, 1])),
+        row(OpKind::CausalConvGradInput, "f32[2,5,4] f32[B,3,2,5]", "f32[B,3,2,5]", (2, 2), Vector, Later),
+        row(OpKind::CausalConvGradWeight { kernel: 4 }, "f32[B,3,2,5] f32[B,3,2,5]", "f32[2,5,4]", (2, 2), Vector, Later),
+        row(scan, "f32[B,6,2,2,4] f32[B,6,2,2] f32[B,6,2,2] f32[B,6,2,2] f32[2,2] f32[2,2] f32[2,2]", "f32[B,6,2,2,4]", (3, 0), Scan(flops), Of(&[0, 1, 2, 3, 4, 5, 6])),
+        row(scan_grad, "f32[B,6,2,2,4] f32[B,6,2,2] f32[B,6,2,2] f32[B,6,2,2] f32[2,2] f32[2,2] f32[2,2] f32[B,6,2,2,4]", "f32[B,6,2,2,4] f32[B,6,2,2] f32[B,6,2,2] f32[B,6,2,2] f32[2,2] f32[2,2] f32[2,2]", (3, 1), Scan(2.0 * flops), Later),
+    ]
 }
 
 /// Three tokens, four experts with two slots each, two experts a token.
@@ -683,13 +711,14 @@ fn work() {
             Work::Vector => ((0.0, 0.0), true),
             Work::Matmul(n) => ((n, 0.0), false),
             Work::Attention(n) => ((0.0, n), true),
+            Work::Scan(n) => ((n, 0.0), true),
         };
         assert_eq!(flops, expected, "{name}");
         assert_eq!(w.vector_flops > 0.0, vector, "{name}: {w:?}");
         assert_eq!(w.bytes > 0, r.work != Work::Nothing, "{name}: {w:?}");
         assert_eq!(
             w.matmul.is_some(),
-            matches!(r.work, Work::Matmul(_) | Work::Attention(_)),
+            matches!(r.work, Work::Matmul(_) | Work::Attention(_) | Work::Scan(_)),
             "{name}: {w:?}"
         );
         // No op reads or writes more than all of its tensors a few times.

@@ -189,6 +189,7 @@ const INTEGER: GraphOptions = GraphOptions {
     reduce_max: false,
     experts: false,
     images: false,
+    state_spaces: false,
     n_layers: 2,
     equal_layers: false,
     blocks_per_layer: 2,
@@ -562,6 +563,23 @@ fn convolutions_are_computed_under_any_plan() {
     });
     cases(120_000, 20, 80, |seed| {
         Problem::new(seed, IMAGES, Precision::F32).holds(Style::Moves, Equal::InEveryBit)
+    });
+}
+
+#[test]
+fn state_spaces_are_computed_under_any_plan() {
+    let options = GraphOptions {
+        state_spaces: true,
+        ..GENERAL
+    };
+    cases(130_000, 20, 200, |seed| {
+        Problem::new(seed, options, Precision::F32).holds(Style::Any, SINGLE)
+    });
+    cases(140_000, 10, 100, |seed| {
+        Problem::new(seed, options, Precision::F32).holds(Style::Zero, SINGLE)
+    });
+    cases(150_000, 10, 80, |seed| {
+        Problem::new(seed, options, Precision::F32).holds(Style::Moves, Equal::InEveryBit)
     });
 }
 

@@ -103,7 +103,7 @@ pub fn work_time(cluster: &Cluster, dtype: DType, work: &Work) -> Seconds {
     if let Some(shape) = work.matmul {
         let rate = matmul_rate(cluster, dtype, shape);
         if rate > 0.0 {
-            arithmetic += work.matmul_flops / rate;
+            arithmetic += (work.matmul_flops + work.recomputed_flops) / rate;
         }
     }
     Seconds(d.launch_s + arithmetic.max(memory_time(cluster, work.bytes as f64)))

@@ -228,7 +228,7 @@ fn products(kind: &OpKind, work: &Work) -> f64 {
         OpKind::AttentionGrad { .. } => ATTENTION_GRADIENT,
         _ => 1.0,
     };
-    work.matmul_flops + work.causal_share * again * work.attention_flops
+    work.matmul_flops + work.recomputed_flops + work.causal_share * again * work.attention_flops
 }
 
 #[cfg(test)]

@@ -222,6 +222,7 @@ fn random_choices_on_random_graphs_keep_the_invariants() {
         reduce_max: false,
         experts: true,
         images: false,
+        state_spaces: false,
         n_layers: 3,
         equal_layers: false,
         blocks_per_layer: 2,

@@ -32,6 +32,7 @@ fn options() -> impl Strategy<Value = GraphOptions> {
                 reduce_max,
                 experts,
                 images,
+                state_spaces: images,
                 n_layers,
                 equal_layers,
                 blocks_per_layer,
@@ -317,6 +318,7 @@ fn generated_op_kinds() {
             reduce_max: true,
             experts: true,
             images: true,
+            state_spaces: true,
             ..GraphOptions::default()
         };
         let names = (0..200).flat_map(|seed| {
@@ -335,8 +337,8 @@ fn generated_op_kinds() {
     };
     assert_eq!(
         kinds(false),
-        "attention binary broadcast cast clamped_swiglu combine constant conv2d cross_entropy dispatch dot_general dropout \
-         embedding expert_bias group_norm input join layer_norm layout log_sum_exp max_pool2d pad reduce reshape rms_norm rotary route scale_rows slice stack state transpose \
+        "attention binary broadcast cast causal_conv clamped_swiglu combine constant conv2d cross_entropy dispatch dot_general dropout \
+         embedding expert_bias group_norm input join layer_norm layout log_sum_exp max_pool2d pad reduce reshape rms_norm rotary route scale_rows slice stack state state_space transpose \
          unary unstack"
     );
     assert_eq!(

@@ -30,6 +30,17 @@ pub fn parameter(seed: u64, path: &str, init: Init, shape: &[u64]) -> Vec<f32> {
             });
             values
         }
+        Init::LogCount => (1..=n).map(|i| (i as f64).ln() as f32).collect(),
+        Init::TimeStep { low, high } => {
+            let key = Key::init(seed, path);
+            let draw = |i| {
+                let share = f64::from(rng::uniform(key, i as u64));
+                let time = (low.ln() + share * (high.ln() - low.ln())).exp();
+                // The inverse of softplus.
+                (time + (-(-time).exp_m1()).ln()) as f32
+            };
+            (0..n).map(draw).collect()
+        }
     }
 }
 
@@ -75,5 +86,16 @@ mod tests {
         assert!(scaled == parameter(7, "large", Init::Normal { std }, &[n as u64]));
         assert_eq!(parameter(7, "b", Init::Zeros, &[3]), [0.0; 3]);
         assert_eq!(parameter(7, "g", Init::Ones, &[]), [1.0]);
+        assert_eq!(parameter(7, "a", Init::LogCount, &[2]), [0.0, 2f32.ln()]);
+        let steps = Init::TimeStep {
+            low: 0.001,
+            high: 0.1,
+        };
+        let times: Vec<f64> = parameter(7, "t", steps, &[100])
+            .iter()
+            .map(|&v| f64::from(v).exp().ln_1p())
+            .collect();
+        assert!(times.iter().all(|t| (0.00099..0.1001).contains(t)));
+        assert!(times.iter().any(|t| *t < 0.005) && times.iter().any(|t| *t > 0.05));
     }
 }

@@ -520,8 +520,13 @@ mod tests {
             images: true,
             ..GraphOptions::default()
         };
+        let state_spaces = GraphOptions {
+            state_spaces: true,
+            ..GraphOptions::default()
+        };
         let general = (0..40).map(|seed| (seed, GraphOptions::default()));
-        for (seed, options) in general.chain((0..20).map(|seed| (seed, images))) {
+        let others = (0..20).flat_map(|seed| [(seed, images), (seed, state_spaces)]);
+        for (seed, options) in general.chain(others) {
             let (training, spec, batch) = setup(seed, &options, 2);
             let mut reference = Reference::new(&training, &spec, 2, 1, random).unwrap();
             let start = reference.clone();

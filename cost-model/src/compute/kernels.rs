@@ -26,7 +26,10 @@ pub(super) fn busy_time(
                 * kernels.factor(products_of(name));
             (products + vector).max(memory)
         }
-        Some(_) if rate > 0.0 => kernels.factor(name) * (work.matmul_flops / rate).max(memory),
+        Some(_) if rate > 0.0 => {
+            let products = work.matmul_flops + work.recomputed_flops;
+            kernels.factor(name) * (products / rate).max(memory)
+        }
         _ => vector.max(kernels.factor(name) * memory),
     }
 }

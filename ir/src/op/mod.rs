@@ -27,6 +27,7 @@ mod order;
 mod rule;
 mod shape;
 mod source;
+mod state_space;
 mod update;
 mod work;
 
@@ -58,6 +59,17 @@ pub enum Init {
     Normal {
         /// Standard deviation.
         std: f64,
+    },
+    /// The logarithm of one more than the element's index: 0, ln 2, ln 3, .. (the decay of state
+    /// spaces, Gu & Dao 2023).
+    LogCount,
+    /// Numbers whose softplus is log-uniform in `low..high` (the time steps of state spaces, Gu & Dao
+    /// 2023).
+    TimeStep {
+        /// The least time step.
+        low: f64,
+        /// The largest one.
+        high: f64,
     },
 }
 
@@ -483,6 +495,34 @@ pub enum OpKind {
     /// y[B,S,..,M]) -> [B,S,..,N+M]`. The dims of `x` but the last are the first of `y` (the part of
     /// the keys that all heads share, in latent attention: DeepSeek-V2, 2024).
     Join,
+    /// Convolution of each channel with its own past: `(x[B, S, channels..], w[channels.., K]) -> y`
+    /// like `x`, the sum over `i < K` of `w[i]` times the token `K - 1 - i` before; zeros before the
+    /// first token (Mamba, Gu & Dao 2023).
+    CausalConv,
+    /// Gradient of `CausalConv` for its input: `(w, dy) -> dx`.
+    CausalConvGradInput,
+    /// Gradient of `CausalConv` for its weight: `(x, dy) -> dw`.
+    CausalConvGradWeight {
+        /// Weights of a channel.
+        kernel: u64,
+    },
+    /// Scan of a state space over the sequence: `(x[B,S,G,R,P], dt[B,S,G,R], b[B,S,G,N], c[B,S,G,N],
+    /// a_log[G,R], d[G,R], dt_bias[G,R]) -> y` like `x`, of one type, for `R` heads in each of `G` groups
+    /// (Mamba-2, Dao & Gu 2024; the recurrence is in the family's file). Keeps no states.
+    StateSpace {
+        /// Tokens of a chunk.
+        chunk: u64,
+        /// The least time step.
+        dt_min: f64,
+    },
+    /// Gradient of `StateSpace`: `(x, dt, b, c, a_log, d, dt_bias, dy) -> (dx, ddt, db, dc, da_log, dd,
+    /// ddt_bias)`, with its attributes. Makes the states again.
+    StateSpaceGrad {
+        /// Tokens of a chunk.
+        chunk: u64,
+        /// The least time step.
+        dt_min: f64,
+    },
     /// Counter-based dropout of activations `x[B, ..]`: `(x) -> x * mask / (1 - p)`. It is its
     /// own gradient: the backward op carries the same `key`.
     Dropout {
@@ -658,6 +698,11 @@ impl OpKind {
             OpKind::Join => "join",
             OpKind::Attention { .. } => "attention",
             OpKind::AttentionGrad { .. } => "attention_grad",
+            OpKind::CausalConv => "causal_conv",
+            OpKind::CausalConvGradInput => "causal_conv_grad_input",
+            OpKind::CausalConvGradWeight { .. } => "causal_conv_grad_weight",
+            OpKind::StateSpace { .. } => "state_space",
+            OpKind::StateSpaceGrad { .. } => "state_space_grad",
             OpKind::Dropout { .. } => "dropout",
             OpKind::LogSumExp => "log_sum_exp",
             OpKind::CrossEntropy => "cross_entropy",
@@ -750,6 +795,11 @@ impl OpKind {
             OpKind::Rotary { .. } | OpKind::Attention { .. } | OpKind::AttentionGrad { .. } => {
                 &attention::FAMILY
             }
+            OpKind::CausalConv
+            | OpKind::CausalConvGradInput
+            | OpKind::CausalConvGradWeight { .. }
+            | OpKind::StateSpace { .. }
+            | OpKind::StateSpaceGrad { .. } => &state_space::FAMILY,
             OpKind::LogSumExp | OpKind::CrossEntropy | OpKind::CrossEntropyGrad => &loss::FAMILY,
             OpKind::Route { .. }
             | OpKind::RouteGrad { .. }
@@ -800,6 +850,9 @@ impl OpKind {
             | OpKind::Embedding
             | OpKind::EmbeddingGrad { .. }
             | OpKind::RmsNorm { .. }
+            | OpKind::CausalConv
+            | OpKind::CausalConvGradInput
+            | OpKind::CausalConvGradWeight { .. }
             | OpKind::ClipCoefficient { .. } => 2..=2,
             // A bias of the choice may be left out, and gates may.
             OpKind::Route { .. } => 1..=2,
@@ -820,6 +873,8 @@ impl OpKind {
             OpKind::LayerNormGradInput | OpKind::GroupNormGradInput => 5..=5,
             // The number of updates may be left out.
             OpKind::AdamW { .. } => 5..=6,
+            OpKind::StateSpace { .. } => 7..=7,
+            OpKind::StateSpaceGrad { .. } => 8..=8,
             // What the part before has summed up comes last.
             OpKind::Attention { keys, .. } if keys.continues() => 5..=5,
             OpKind::Attention { .. } => 3..=3,
@@ -833,6 +888,7 @@ impl OpKind {
     pub fn n_results(&self) -> Option<usize> {
         match self {
             OpKind::Unstack { .. } => None,
+            OpKind::StateSpaceGrad { .. } => Some(7),
             OpKind::LayerNorm { .. }
             | OpKind::GroupNorm { .. }
             | OpKind::AttentionGrad { .. }
@@ -947,6 +1003,7 @@ impl OpKind {
                 | OpKind::RmsNorm { .. }
                 | OpKind::GroupNorm { .. }
                 | OpKind::Rotary { .. }
+                | OpKind::CausalConv
                 | OpKind::Dropout { .. }
         ) || self.only_moves()
     }

@@ -21,6 +21,9 @@ pub struct MatmulShape {
 pub struct Work {
     /// FLOPs of matrix multiplications outside attention (2 per multiply-add).
     pub matmul_flops: f64,
+    /// FLOPs of matrix multiplications that a gradient does again in place of keeping their results:
+    /// they take time at the matmul's rate, and are no part of MFU.
+    pub recomputed_flops: f64,
     /// FLOPs of attention products counted in full, without the causal half.
     pub attention_flops: f64,
     /// Share of them that a causal kernel executes on the rank that has most to do: a half, or

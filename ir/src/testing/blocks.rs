@@ -13,6 +13,9 @@ impl Builder {
         if self.options.images && self.rng.one_in(2) {
             return self.image(x);
         }
+        if self.options.state_spaces && self.rng.one_in(2) {
+            return self.state_space(x);
+        }
         match self.rng.below(if self.options.experts { 14 } else { 12 }) {
             0 | 1 => self.attention(x),
             2 => self.mlp(x),
@@ -142,6 +145,47 @@ impl Builder {
                 self.einsum("bgc,gcsh->bsh", pooled, w)
             }
         };
+        self.residual(x, y)
+    }
+
+    /// A state space whose inputs come out of a causal convolution, with a norm of each group.
+    fn state_space(&mut self, x: ValueId) -> ValueId {
+        let (h, s) = (self.hidden, self.sequence);
+        let (groups, heads, width, n) = (
+            self.rng.between(1, 3),
+            self.rng.between(1, 3),
+            self.rng.between(1, 3),
+            self.rng.between(1, 3),
+        );
+        let normed = self.norm(x);
+        let w = self.param(&[h, groups, heads, width]);
+        let input = self.einsum("bsh,hgrp->bsgrp", normed, w);
+        let taps = self.rng.between(1, 4);
+        let w = self.param(&[groups, heads, width, taps]);
+        let input = self.op(OpKind::CausalConv, &[input, w]);
+        let w = self.param(&[h, groups, heads]);
+        let dt = self.einsum("bsh,hgr->bsgr", normed, w);
+        let [b, c] = [0, 1].map(|_| {
+            let w = self.param(&[h, groups, n]);
+            self.einsum("bsh,hgn->bsgn", normed, w)
+        });
+        let a_log = self.param_init(&[groups, heads], Init::LogCount);
+        let d = self.param_init(&[groups, heads], Init::Ones);
+        let steps = Init::TimeStep {
+            low: 0.1,
+            high: 1.0,
+        };
+        let bias = self.param_init(&[groups, heads], steps);
+        let scan = OpKind::StateSpace {
+            chunk: self.rng.between(1, s),
+            dt_min: 0.0,
+        };
+        let y = self.op(scan, &[input, dt, b, c, a_log, d, bias]);
+        let y = self.reshape(y, &[s, groups, heads * width]);
+        let gamma = self.param_init(&[heads * width], Init::Ones);
+        let y = self.op(OpKind::RmsNorm { eps: 1e-2 }, &[y, gamma]);
+        let w = self.param(&[groups, heads * width, h]);
+        let y = self.einsum("bsgk,gkh->bsh", y, w);
         self.residual(x, y)
     }
 

@@ -37,6 +37,8 @@ pub struct GraphOptions {
     pub experts: bool,
     /// Convolutions, pooling and group norms may occur (general graphs only).
     pub images: bool,
+    /// State spaces behind causal convolutions may occur (general graphs only).
+    pub state_spaces: bool,
     /// Number of layers between `embed` and `head`.
     pub n_layers: usize,
     /// These layers are equal.
@@ -53,6 +55,7 @@ impl Default for GraphOptions {
             reduce_max: false,
             experts: false,
             images: false,
+            state_spaces: false,
             n_layers: 2,
             equal_layers: false,
             blocks_per_layer: 2,

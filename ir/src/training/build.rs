@@ -719,6 +719,8 @@ fn wants_one_dtype(kind: &OpKind) -> bool {
             | OpKind::RmsNorm { .. }
             | OpKind::GroupNorm { .. }
             | OpKind::Attention { .. }
+            | OpKind::CausalConv
+            | OpKind::StateSpace { .. }
     )
 }
 

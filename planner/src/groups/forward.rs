@@ -188,6 +188,7 @@ fn axis_options(
         OpKind::DotGeneral { .. }
             | OpKind::Conv2d { .. }
             | OpKind::Attention { .. }
+            | OpKind::StateSpace { .. }
             | OpKind::Embedding
             | OpKind::CrossEntropy
             | OpKind::LogSumExp

@@ -13,6 +13,7 @@
 //! The only `unsafe` code is the call in [`gemm`].
 
 pub mod attention;
+pub mod causal_conv;
 pub mod clamped;
 pub mod conv;
 pub mod elementwise;
@@ -27,6 +28,7 @@ pub mod matmul;
 pub mod norm;
 pub mod optimizer;
 pub mod rotary;
+pub mod state_space;
 
 mod special;
 mod summation;

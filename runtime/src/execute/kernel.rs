@@ -12,6 +12,7 @@ mod experts;
 mod float;
 pub(crate) mod images;
 mod ring;
+mod state_space;
 
 pub(crate) use experts::lengths as expert_lengths;
 pub(crate) use float::rope_scaling;

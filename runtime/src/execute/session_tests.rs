@@ -333,6 +333,7 @@ const GENERAL: GraphOptions = GraphOptions {
     reduce_max: false,
     experts: false,
     images: false,
+    state_spaces: false,
     n_layers: 2,
     equal_layers: false,
     blocks_per_layer: 2,

@@ -179,6 +179,11 @@ impl Call<'_> {
             | OpKind::GroupNorm { .. }
             | OpKind::GroupNormGradInput
             | OpKind::GroupNormGradWeight => self.images(outs, locals)?,
+            OpKind::CausalConv
+            | OpKind::CausalConvGradInput
+            | OpKind::CausalConvGradWeight { .. }
+            | OpKind::StateSpace { .. }
+            | OpKind::StateSpaceGrad { .. } => self.state_space(outs, locals)?,
             OpKind::Dropout { p, key, order } => self.dropout(*p, key, *order, outs[0]),
             OpKind::Accumulate { .. } => elementwise::accumulate(outs[0], &self.x(0)),
             OpKind::SumSquares => outs[0][0] = loss::sum_squares(&self.x(0)) as f32,

@@ -188,6 +188,13 @@ impl Op<'_> {
             | OpKind::GroupNorm { .. }
             | OpKind::GroupNormGradInput
             | OpKind::GroupNormGradWeight => self.images(),
+            OpKind::CausalConv
+            | OpKind::CausalConvGradInput
+            | OpKind::CausalConvGradWeight { .. }
+            | OpKind::StateSpace { .. }
+            | OpKind::StateSpaceGrad { .. } => {
+                Err(self.error("state spaces have no kernels for GPUs yet; CPU ranks train them"))
+            }
             OpKind::SumSquares
             | OpKind::GlobalNorm
             | OpKind::ClipCoefficient { .. }
