@@ -7,7 +7,7 @@ macro_rules! embedded {
 }
 
 /// Names and configurations, in the order of names.
-const MODELS: [(&str, &str); 50] = embedded![
+const MODELS: [(&str, &str); 55] = embedded![
     "bloom-176b",
     "bloom-560m",
     "bloom-7b1",
@@ -35,6 +35,7 @@ const MODELS: [(&str, &str); 50] = embedded![
     "llama-3.1-70b",
     "llama-3.1-8b",
     "llama-3.2-1b",
+    "mamba2-2.7b",
     "megatron-18b",
     "megatron-1t",
     "megatron-530b",
@@ -42,7 +43,11 @@ const MODELS: [(&str, &str); 50] = embedded![
     "mixtral-8x22b",
     "mixtral-8x7b",
     "moe-1t",
+    "nemotron-3-nano-30b-a3b",
+    "nemotron-3-super-120b-a12b",
+    "nemotron-3-ultra-550b-a55b",
     "nemotron-4-340b",
+    "nemotron-h-8b",
     "opt-6.7b",
     "opt-66b",
     "phi-3-medium",

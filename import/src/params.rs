@@ -21,6 +21,7 @@
 //! al. 2015), and the gains that end a residual block zero (Goyal et al. 2017).
 
 mod decoder;
+mod hybrid;
 mod latent;
 mod rows;
 mod stacked;
@@ -42,7 +43,7 @@ pub struct Param {
     /// The name in Hugging Face's files, such as `transformer.h.0.attn.c_attn.weight`; with
     /// `pieces`, `*` stands for the index.
     pub hf_name: String,
-    /// The shape in Hugging Face's files, one or two dims, three of stacked experts, four of a
+    /// The shape in Hugging Face's files, one or two dims, three of stacked experts and of a causal convolution, four of a
     /// convolution; with `pieces`, that of each piece.
     pub hf_shape: Vec<u64>,
     /// The rows of the stored tensor that hold the parameter; all, in order, where there is none.
@@ -91,6 +92,7 @@ impl ModelConfig {
             ModelConfig::Llama(c) => llama(c),
             ModelConfig::Decoder(c) => decoder::decoder(c),
             ModelConfig::Latent(c) => latent::latent(c),
+            ModelConfig::Hybrid(c) => hybrid::hybrid(c),
             ModelConfig::WideResnet(c) => wide_resnet(c),
         }
     }

@@ -4,7 +4,7 @@
 use crate::Unmodelled;
 use crate::facts::Facts;
 use crate::row::{Row, RowError};
-use crate::{mixture, named};
+use crate::{hybrid, mixture, named};
 
 /// The width of a head of most published models (GPT-3 175B, Llama, and Megatron-LM's tables).
 const HEAD_DIM: u64 = 128;
@@ -28,6 +28,29 @@ pub fn completed(row: &Row, facts: &Facts) -> Result<(Row, Vec<String>), Unmodel
         && let Some(why) = named::unsupported(row)
     {
         return Err(why);
+    }
+    if !stated("hidden")
+        && let Some((shape, (name, config))) =
+            named::shape(row).and_then(|s| Some((s, s.built_in()?)))
+    {
+        for (column, value) in hybrid::cells(&config) {
+            if !stated(column) {
+                all.set(column, value);
+            }
+        }
+        fill(&mut all, hybrid::CONFIG, name.to_string());
+        assumed.push(format!("shape_of={}", shape.source));
+        if shape.further_tokens {
+            assumed.push("further_tokens=left_out".into());
+        }
+        if !stated("precision") {
+            let (_, generation) = facts.generation(row)?;
+            let own = generation.precision.as_deref();
+            let value = own.unwrap_or(PRECISION).to_string();
+            assumed.push(format!("precision={value}"));
+            all.set("precision", value);
+        }
+        return Ok((all, assumed));
     }
     if !stated("heads") && !stated("head_dim") && stated("hidden") {
         fill(&mut all, "heads", heads(row)?.to_string());

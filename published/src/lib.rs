@@ -32,6 +32,7 @@ mod explain;
 mod facts;
 pub mod figures;
 mod free;
+mod hybrid;
 mod layout;
 pub mod memory;
 mod mixture;

@@ -2,6 +2,7 @@
 //! come through.
 
 use crate::facts::Generation;
+use crate::hybrid;
 use crate::mixture::{self, MLP_TYPES};
 use crate::row::{Row, RowError};
 use import::{ImportError, ModelConfig};
@@ -41,6 +42,9 @@ pub fn config(row: &Row, generation: &Generation) -> Result<ModelConfig, crate::
     let tensor = row.count("tp")?.unwrap_or(1);
     let vocab = row.required_count("vocab")?;
     let vocab = vocab.next_multiple_of(generation.vocab_multiple * tensor);
+    if let Some(config) = hybrid::config(row, vocab)? {
+        return Ok(config);
+    }
     let sequence = row.required_count("seq_len")?;
     let inner = row.required_count("ffn_hidden")?;
     let head_dim = row.count("head_dim")?.unwrap_or(hidden / heads.max(1));

@@ -22,7 +22,14 @@ pub struct Shape {
     /// Parts of the cell, without capitals, blanks, hyphens and underscores.
     names: Vec<String>,
     /// Values by column.
+    #[serde(default)]
     columns: BTreeMap<String, u64>,
+    /// The built-in model that a row without sizes is.
+    #[serde(default)]
+    config: Option<String>,
+    /// Whether it is trained with layers that predict further tokens, which are left out.
+    #[serde(default)]
+    pub further_tokens: bool,
     /// The public configuration.
     pub source: String,
 }
@@ -47,6 +54,10 @@ fn parse(text: &str) -> Result<ModelFile, String> {
     for shape in &file.model {
         if let Some(column) = shape.columns.keys().find(|c| !known(c)) {
             return Err(format!("{:?}: no column `{column}`", shape.names));
+        }
+        let config = shape.config.as_deref();
+        if let Some(name) = config.filter(|name| import::builtin::find(name).is_none()) {
+            return Err(format!("{:?}: no built-in model `{name}`", shape.names));
         }
     }
     let models = file.model.iter().map(|m| (&m.names, &m.source));
@@ -81,6 +92,11 @@ impl Shape {
     pub fn value(&self, column: &str) -> Option<u64> {
         self.columns.get(column).copied()
     }
+    /// The built-in model, and its configuration, that a row without sizes is.
+    pub fn built_in(&self) -> Option<(&'static str, serde_json::Value)> {
+        let (name, text) = import::builtin::find(self.config.as_deref()?)?;
+        Some((name, serde_json::from_str(text).ok()?))
+    }
 }
 
 /// Why a model that states no shape cannot be predicted, where its name says so.
@@ -110,11 +126,15 @@ mod tests {
             Some(1)
         );
         assert!(shape(&row("DeepSeekV4 Flash")).is_none() && shape(&row("?")).is_none());
-        let why = unsupported(&row("Nemotron_3_Super")).unwrap().to_string();
-        assert!(
-            why.contains("Mamba-2") && why.contains("state-space"),
-            "{why}"
-        );
+        for (name, config) in [
+            ("Nemotron_3_Super", "nemotron-3-super-120b-a12b"),
+            ("Nemotron V3 Nano 30B (26.02)", "nemotron-3-nano-30b-a3b"),
+            ("Nemotron_3_5_Lightning", "nemotron-3-nano-30b-a3b"),
+        ] {
+            let built_in = shape(&row(name)).unwrap().built_in();
+            assert_eq!(built_in.map(|b| b.0), Some(config), "{name}");
+            assert!(unsupported(&row(name)).is_none());
+        }
         assert!(unsupported(&row("DeepSeekV4 Flash")).is_some());
         assert!(unsupported(&row("nemotron-4-340b")).is_none());
     }

@@ -2,6 +2,7 @@
 
 use crate::choices::{self, Choice};
 use crate::facts::{Facts, Generation, Split};
+use crate::hybrid;
 use crate::mixture::{self, Experts};
 use crate::row::{Row, RowError};
 use crate::{Unmodelled, model, precision};
@@ -134,7 +135,10 @@ pub fn pins(
     }
     if experts.is_some() {
         assumed.push("routing=balanced".to_string());
-        pins.extend(expert_pins(expert, tensor, among_samples > 1, context > 1));
+        let mut own = expert_pins(expert, tensor, among_samples > 1, context > 1);
+        // Experts of a hybrid have no gate.
+        own.retain(|pin| !hybrid::is_hybrid(row) || !pin.starts_with("spec:h.*.moe.gate="));
+        pins.extend(own);
     }
     if tensor > 1 {
         pins.extend(residual_pins(
@@ -323,6 +327,8 @@ fn residual_pins(
             "h.*.residual_1",
             "h.*.residual_2",
         ]
+    } else if hybrid::is_hybrid(row) {
+        &["h.*.norm", "h.*.residual"]
     } else {
         &[
             "h.*.norm_1",
@@ -358,6 +364,9 @@ fn column_pins(
         return Ok(Vec::new());
     }
     let samples = if has_experts { "data+expert" } else { "data" };
+    if hybrid::is_hybrid(row) {
+        return Ok(hybrid::column_pins(samples));
+    }
     let sequence = if has_context { "context" } else { "_" };
     let mut pins = Vec::new();
     if experts.is_some_and(|e| e.latent) {

@@ -80,7 +80,7 @@ fn behind(
 
 /// The einsums of a gated MLP, into it and out of it: for one MLP, and for all experts at once.
 pub(super) const DENSE: [&str; 2] = ["bsh,hf->bsf", "bsf,fh->bsh"];
-const EXPERTS: [&str; 2] = ["ebch,ehf->ebcf", "ebcf,efh->ebch"];
+pub(super) const EXPERTS: [&str; 2] = ["ebch,ehf->ebcf", "ebcf,efh->ebch"];
 
 pub(super) fn gated_mlp(
     b: &mut Builder,
@@ -104,13 +104,13 @@ pub(super) fn gated_mlp(
     b.linear(&format!("{scope}.down"), out_of, y)
 }
 
-pub(super) fn mixture(
+/// The gates and slots of each token's experts.
+pub(super) fn route(
     b: &mut Builder,
-    activation: Unary,
     e: &ExpertsConfig,
     scope: &str,
     x: ValueId,
-) -> Result<ValueId, ImportError> {
+) -> Result<(ValueId, ValueId), ImportError> {
     let capacity = e.capacity(b.options.sequence);
     let logits = b.linear(&format!("{scope}.router"), "bsh,he->bse", x)?;
     let route = OpKind::Route {
@@ -130,6 +130,18 @@ pub(super) fn mixture(
         let f = Unary::Scale { by: e.gate_scale };
         gates = b.op(format!("{scope}.gate_scale"), OpKind::Unary { f }, &[gates])?;
     }
+    Ok((gates, slots))
+}
+
+pub(super) fn mixture(
+    b: &mut Builder,
+    activation: Unary,
+    e: &ExpertsConfig,
+    scope: &str,
+    x: ValueId,
+) -> Result<ValueId, ImportError> {
+    let capacity = e.capacity(b.options.sequence);
+    let (gates, slots) = route(b, e, scope, x)?;
     let dispatch = OpKind::Dispatch {
         experts: e.count,
         capacity,

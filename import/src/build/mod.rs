@@ -12,6 +12,7 @@
 
 mod decoder;
 mod gpt2;
+mod hybrid;
 mod latent;
 mod llama;
 mod wide_resnet;
@@ -61,6 +62,7 @@ pub fn model_graph(config: &ModelConfig, options: &BuildOptions) -> Result<Graph
         ModelConfig::Llama(c) => llama::build(&mut b, c)?,
         ModelConfig::Decoder(c) => decoder::build(&mut b, c)?,
         ModelConfig::Latent(c) => latent::build(&mut b, c)?,
+        ModelConfig::Hybrid(c) => hybrid::build(&mut b, c)?,
         ModelConfig::WideResnet(c) => wide_resnet::build(&mut b, c)?,
     }
     Ok(b.graph)

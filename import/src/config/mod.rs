@@ -1,6 +1,6 @@
 //! Hugging Face `config.json` of `model_type` `gpt2`, `llama` and its relatives (`gemma`, `gemma2`, `gemma3_text`, `gpt_oss`, `mistral`, `mixtral`,
 //! `qwen2`, `qwen2_moe`, `qwen3`, `qwen3_moe`), `deepseek_v2` and `deepseek_v3`, and `opt`, `gpt_neox`,
-//! `nemotron` and `bloom`, in the spellings of transformers 4 and 5; and of `wide_resnet`, in fields of ours.
+//! `nemotron` and `bloom`, `mamba2` and `nemotron_h`, in the spellings of transformers 4 and 5; and of `wide_resnet`, in fields of ours.
 //!
 //! A field is read, has one accepted value, is on the list [`HARMLESS_FIELDS`], or is an
 //! error. Absent fields take the defaults of transformers, except those that size the model,
@@ -14,6 +14,7 @@ mod decoder;
 mod document;
 mod experts;
 mod gpt2;
+mod hybrid;
 mod latent;
 mod llama;
 mod wide_resnet;
@@ -21,6 +22,8 @@ mod wide_resnet;
 pub use decoder::DecoderConfig;
 pub(crate) use decoder::{Plain, Rotation};
 pub(crate) use document::without_position;
+pub use hybrid::HybridConfig;
+pub(crate) use hybrid::{Mixer, ScanConfig};
 pub use latent::LatentConfig;
 pub(crate) use latent::{LATENT_EPSILON, Version};
 pub(crate) use wide_resnet::Bottleneck;
@@ -439,12 +442,14 @@ pub enum ModelConfig {
     Decoder(DecoderConfig),
     /// `model_type` `deepseek_v2` or `deepseek_v3`.
     Latent(LatentConfig),
+    /// `model_type` `mamba2` or `nemotron_h`.
+    Hybrid(HybridConfig),
     /// `model_type` `wide_resnet`.
     WideResnet(WideResnetConfig),
 }
 
 /// The accepted values of `model_type`.
-pub const MODEL_TYPES: [&str; 20] = [
+pub const MODEL_TYPES: [&str; 22] = [
     "bloom",
     "deepseek_v2",
     "deepseek_v3",
@@ -455,9 +460,11 @@ pub const MODEL_TYPES: [&str; 20] = [
     "gpt_neox",
     "gpt_oss",
     "llama",
+    "mamba2",
     "mistral",
     "mixtral",
     "nemotron",
+    "nemotron_h",
     "opt",
     "phi3",
     "qwen2",
@@ -514,6 +521,8 @@ impl ModelConfig {
             Some("gpt2") => gpt2::read(fields).map(ModelConfig::Gpt2),
             Some("deepseek_v2") => latent::read(fields, Version::V2).map(ModelConfig::Latent),
             Some("deepseek_v3") => latent::read(fields, Version::V3).map(ModelConfig::Latent),
+            Some("mamba2") => hybrid::read_mamba2(fields).map(ModelConfig::Hybrid),
+            Some("nemotron_h") => hybrid::read_nemotron_h(fields).map(ModelConfig::Hybrid),
             Some("wide_resnet") => wide_resnet::read(fields).map(ModelConfig::WideResnet),
             Some("gemma3") => {
                 let problem = "is \"gemma3\", a model of images and text; the object in its `text_config` is a model of \
@@ -546,6 +555,8 @@ impl ModelConfig {
             ModelConfig::Llama(c) => c.family.name(),
             ModelConfig::Decoder(c) => c.family.name(),
             ModelConfig::Latent(c) => c.version.name(),
+            ModelConfig::Hybrid(c) if c.is_nemotron => "nemotron_h",
+            ModelConfig::Hybrid(_) => "mamba2",
             ModelConfig::WideResnet(_) => "wide_resnet",
         }
     }
@@ -567,6 +578,7 @@ impl ModelConfig {
         let experts = match &mut self {
             ModelConfig::Llama(c) => c.experts.as_mut(),
             ModelConfig::Latent(c) => c.experts.as_mut(),
+            ModelConfig::Hybrid(c) => c.experts.as_mut(),
             ModelConfig::Gpt2(_) | ModelConfig::Decoder(_) | ModelConfig::WideResnet(_) => None,
         };
         match experts {
@@ -582,6 +594,7 @@ impl ModelConfig {
             ModelConfig::Llama(c) => c.layers,
             ModelConfig::Decoder(c) => c.layers,
             ModelConfig::Latent(c) => c.layers,
+            ModelConfig::Hybrid(c) => c.blocks.len() as u64,
             ModelConfig::WideResnet(c) => c.depths.iter().sum(),
         }
     }
@@ -592,6 +605,7 @@ impl ModelConfig {
             ModelConfig::Llama(c) => c.vocab,
             ModelConfig::Decoder(c) => c.vocab,
             ModelConfig::Latent(c) => c.vocab,
+            ModelConfig::Hybrid(c) => c.vocab,
             ModelConfig::WideResnet(c) => c.classes,
         }
     }
@@ -602,6 +616,7 @@ impl ModelConfig {
             ModelConfig::Gpt2(c) => c.positions,
             ModelConfig::Decoder(c) => c.positions,
             ModelConfig::Latent(c) => c.positions,
+            ModelConfig::Hybrid(c) => c.positions,
             ModelConfig::Llama(c) => c.positions,
             ModelConfig::WideResnet(_) => 1,
         }
@@ -613,6 +628,7 @@ impl ModelConfig {
             ModelConfig::Llama(c) => c.tied,
             ModelConfig::Decoder(c) => c.tied,
             ModelConfig::Latent(c) => c.tied,
+            ModelConfig::Hybrid(c) => c.tied,
             ModelConfig::WideResnet(_) => false,
         }
     }

@@ -245,6 +245,9 @@ fn bare<'a>(config: &ModelConfig, name: &'a str) -> &'a str {
             Plain::Bloom => "transformer.",
         },
         ModelConfig::Latent(_) => "model.",
+        // transformers has other names in memory than in files.
+        ModelConfig::Hybrid(_) if name.starts_with("backbone.") => "backbone.",
+        ModelConfig::Hybrid(_) => "model.",
         ModelConfig::WideResnet(_) => "",
     };
     name.strip_prefix(prefix).unwrap_or(name)
@@ -339,6 +342,8 @@ fn is_buffer(config: &ModelConfig, bare: &str) -> bool {
             c.version == Version::V3 && number.is_some_and(|n| n >= c.layers)
                 || layered("layers.", &["self_attn.rotary_emb.inv_freq"])
         }
+        // What predicts further tokens.
+        ModelConfig::Hybrid(_) => bare.starts_with("mtp."),
         ModelConfig::WideResnet(_) => false,
     }
 }
