@@ -896,6 +896,40 @@ fn sinks_are_those_of_the_single_device() {
     }
 }
 
+/// State spaces: groups of heads over ranks, and the heads of a group; with experts, one of them for all
+/// tokens, in pipelines and with sharded parameters.
+#[test]
+fn state_spaces_are_those_of_the_single_device() {
+    for (n, pins) in [
+        (2, "data=1 tensor=2 pipeline=1 zero=0 microbatch=4"),
+        (4, "data=1 tensor=4 pipeline=1 zero=0 microbatch=8"),
+        (
+            4,
+            "data=4 tensor=1 pipeline=1 zero=3 microbatch=8 recompute=full",
+        ),
+        (
+            4,
+            "data=2 tensor=2 pipeline=1 zero=3 microbatch=4 recompute=selective",
+        ),
+        (4, "data=2 tensor=1 pipeline=2 zero=1 microbatch=2"),
+        (
+            2,
+            "data=1 context=2 context_attention=gather tensor=1 pipeline=1 microbatch=4",
+        ),
+    ] {
+        for name in ["mamba2", "nemotron_h", "nemotron_h_latent"] {
+            if name != "mamba2" || !pins.contains("context=") {
+                check(&Case::load(name), n, &[pins], false);
+            }
+        }
+    }
+    for name in ["nemotron_h", "nemotron_h_latent"] {
+        let pins = "data=2 expert=2 tensor=2 pipeline=1 zero=1 microbatch=4";
+        check(&Case::load(name), 4, &[pins], false);
+        check(&Case::load(name), 4, &[], false);
+    }
+}
+
 /// Tokens go to their experts and back by all-to-alls, and a rank keeps its experts alone.
 #[test]
 fn tokens_travel_to_their_experts() {

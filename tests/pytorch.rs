@@ -165,6 +165,18 @@ fn nemotron_with_squared_relu() {
     check(CASES[14]);
 }
 #[test]
+fn mamba2_with_groups_of_heads() {
+    check(CASES[25]);
+}
+#[test]
+fn nemotron_h_with_a_block_of_each_kind() {
+    check(CASES[26]);
+}
+#[test]
+fn nemotron_h_with_experts_in_a_latent_space() {
+    check(CASES[27]);
+}
+#[test]
 fn gemma_with_a_scaled_embedding() {
     check(CASES[15]);
 }

@@ -185,6 +185,60 @@ fn nemotron() -> Value {
     model
 }
 
+fn mamba2() -> Value {
+    json!({"model_type": "mamba2", "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16,
+        "state_size": 6, "n_groups": 2, "vocab_size": 96})
+}
+
+fn nemotron_h() -> Value {
+    json!({"model_type": "nemotron_h", "hidden_size": 32, "hybrid_override_pattern": "M-*E",
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10, "mamba_num_heads": 6,
+        "mamba_head_dim": 8, "ssm_state_size": 7, "n_groups": 2, "intermediate_size": 40, "n_routed_experts": 8,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 20,
+        "max_position_embeddings": 16, "vocab_size": 96})
+}
+
+#[test]
+fn state_spaces_are_read_as_they_are_published_and_as_they_are_saved() {
+    let n = |model, changes| parse(model, changes).unwrap().n_parameters();
+    // Into a block: gates, inputs, two directions of two groups, time steps; a convolution of four taps with
+    // biases; three numbers for a head, gains, out of it, a norm.
+    let block = |heads: u64, width: u64, state: u64| {
+        let (inner, shared) = (heads * width, 2 * 2 * state);
+        32 * (2 * inner + shared + heads) + 5 * (inner + shared) + 3 * heads + inner + 32 * inner + 32
+    };
+    assert_eq!(n(mamba2(), json!({})), 2 * block(4, 16, 6) + (2 * 96 + 1) * 32);
+    let attention = 32 * (2 * 40 + 2 * 20) + 32;
+    // A router with a bias of the choice, two matrices for each expert and for that of all, a norm.
+    let experts = 8 * (32 + 1) + (8 * 12 + 20) * 2 * 32 + 32;
+    let all = block(6, 8, 7) + (2 * 32 * 40 + 32) + attention + experts + (2 * 96 + 1) * 32;
+    assert_eq!(n(nemotron_h(), json!({})), all);
+    same(
+        nemotron_h(),
+        json!({"hybrid_override_pattern": null, "layers_block_type": ["mamba", "mlp", "attention", "moe"]}),
+    );
+    same(
+        nemotron_h(),
+        json!({"num_hidden_layers": 4, "use_mamba_kernels": true, "rescale_prenorm_residual": true,
+            "time_step_limit": [0.0, 1.0], "mtp_hybrid_override_pattern": "*E", "norm_eps": 1e-5,
+            "num_nextn_predict_layers": 0, "rope_theta": 10000, "partial_rotary_factor": 1.0}),
+    );
+    for (model, changes, field) in [
+        (mamba2(), json!({"n_groups": 3}), "num_heads"),
+        (mamba2(), json!({"expand": 3}), "num_heads"),
+        (mamba2(), json!({"time_step_limit": [0.0, 1.0]}), "time_step_limit"),
+        (mamba2(), json!({"hidden_act": "gelu"}), "hidden_act"),
+        (nemotron_h(), json!({"hybrid_override_pattern": "MX"}), "hybrid_override_pattern"),
+        (nemotron_h(), json!({"num_hidden_layers": 5}), "hybrid_override_pattern"),
+        (nemotron_h(), json!({"num_nextn_predict_layers": 1}), "num_nextn_predict_layers"),
+        (nemotron_h(), json!({"n_group": 3}), "n_routed_experts"),
+        (nemotron_h(), json!({"mlp_hidden_act": "silu"}), "mlp_hidden_act"),
+    ] {
+        let said = parse(model, changes).unwrap_err().to_string();
+        assert!(said.contains(&format!("`{field}`")), "{said}");
+    }
+}
+
 fn gpt_oss() -> Value {
     json!({"model_type": "gpt_oss", "hidden_size": 32, "intermediate_size": 20, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 96,
@@ -938,7 +992,7 @@ fn wrong_values_name_the_field() {
     rejects(
         gpt2(),
         json!({"model_type": "gptj"}),
-        "field `model_type` is \"gptj\"; accepted: \"bloom\", \"deepseek_v2\", \"deepseek_v3\", \"gemma\", \"gemma2\", \"gemma3_text\", \"gpt2\", \"gpt_neox\", \"gpt_oss\", \"llama\", \"mistral\", \"mixtral\", \"nemotron\", \"opt\", \"phi3\", \"qwen2\", \"qwen2_moe\", \"qwen3\", \"qwen3_moe\" or \"wide_resnet\"; \
+        "field `model_type` is \"gptj\"; accepted: \"bloom\", \"deepseek_v2\", \"deepseek_v3\", \"gemma\", \"gemma2\", \"gemma3_text\", \"gpt2\", \"gpt_neox\", \"gpt_oss\", \"llama\", \"mamba2\", \"mistral\", \"mixtral\", \"nemotron\", \"nemotron_h\", \"opt\", \"phi3\", \"qwen2\", \"qwen2_moe\", \"qwen3\", \"qwen3_moe\" or \"wide_resnet\"; \
          the graph of another model can be written in the text form of docs/ir.md",
     );
 }
@@ -1019,7 +1073,7 @@ fn missing_fields_are_named() {
     rejects(
         gpt2(),
         json!({"model_type": "-"}),
-        "field `model_type` is missing; expected \"bloom\", \"deepseek_v2\", \"deepseek_v3\", \"gemma\", \"gemma2\", \"gemma3_text\", \"gpt2\", \"gpt_neox\", \"gpt_oss\", \"llama\", \"mistral\", \"mixtral\", \"nemotron\", \"opt\", \"phi3\", \"qwen2\", \"qwen2_moe\", \"qwen3\", \"qwen3_moe\" or \"wide_resnet\"",
+        "field `model_type` is missing; expected \"bloom\", \"deepseek_v2\", \"deepseek_v3\", \"gemma\", \"gemma2\", \"gemma3_text\", \"gpt2\", \"gpt_neox\", \"gpt_oss\", \"llama\", \"mamba2\", \"mistral\", \"mixtral\", \"nemotron\", \"nemotron_h\", \"opt\", \"phi3\", \"qwen2\", \"qwen2_moe\", \"qwen3\", \"qwen3_moe\" or \"wide_resnet\"",
     );
 }
 

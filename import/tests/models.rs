@@ -57,6 +57,12 @@ fn parameter_counts_are_the_published_ones() {
         ("pythia-6.9b", 6_857_302_016),
         ("gpt-neox-20b", 20_554_567_680),
         ("nemotron-4-340b", 341_029_195_776),
+        // Published as 31.6 and 120.6 billion, 3.2 (without the embedding) and 12.7 of them for a token.
+        ("nemotron-3-nano-30b-a3b", 31_577_940_288),
+        ("nemotron-3-super-120b-a12b", 120_668_707_840),
+        ("nemotron-3-ultra-550b-a55b", 549_308_993_536),
+        ("nemotron-h-8b", 8_100_852_736),
+        ("mamba2-2.7b", 2_702_599_680),
         // Attention 26,555,904, a router 2,881 and an expert 24,891,840 for each; two tables, the last norm.
         ("gpt-oss-20b", 20_914_757_184),
         ("gpt-oss-120b", 116_829_156_672),

@@ -79,6 +79,8 @@ fn mutated_configs_never_panic() {
         "nemotron/config.json",
         "bloom/config.json",
         "gpt_oss/config.json",
+        "mamba2/config.json",
+        "nemotron_h/config.json",
         "deepseek_v2_groups/config.json",
         "deepseek_v3/config.json",
         "phi3/config.json",

@@ -8,7 +8,7 @@ use safetensors::tensor::{Dtype, TensorView};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-const CASES: [&str; 25] = [
+const CASES: [&str; 28] = [
     "gpt2_small_tied",
     "gpt2_untied_gelu",
     "llama_tied",
@@ -34,6 +34,9 @@ const CASES: [&str; 25] = [
     "mistral_window",
     "bloom",
     "gpt_oss",
+    "mamba2",
+    "nemotron_h",
+    "nemotron_h_latent",
 ];
 
 /// Dtype, shape and bytes of each tensor.

@@ -35,6 +35,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers import GptOssConfig, GptOssForCausalLM
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, NemotronConfig, NemotronForCausalLM
 from transformers import OPTConfig, OPTForCausalLM, Phi3Config, Phi3ForCausalLM
+from transformers import Mamba2Config, Mamba2ForCausalLM, NemotronHConfig, NemotronHForCausalLM
 from transformers import MistralConfig, MistralForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -47,9 +48,11 @@ from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
+from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.mistral import modeling_mistral
 from transformers.models.mixtral import modeling_mixtral
 from transformers.models.nemotron import modeling_nemotron
+from transformers.models.nemotron_h import modeling_nemotron_h
 from transformers.models.opt import modeling_opt
 from transformers.models.phi3 import modeling_phi3
 from transformers.models.qwen2 import modeling_qwen2
@@ -242,6 +245,28 @@ def nemotron(**changes):
     return NemotronConfig(**{**DENSE, "head_dim": 16, "rope_parameters": PARTIAL_ROPE, **changes})
 
 
+# Heads in groups, and chunks that do not divide the sequence.
+def mamba2(**changes):
+    base = dict(
+        hidden_size=32, num_hidden_layers=2, num_heads=4, head_dim=16, state_size=6, n_groups=2, expand=2, chunk_size=5,
+        vocab_size=VOCAB, initializer_range=0.02, residual_in_fp32=False, tie_word_embeddings=False, bos_token_id=0,
+        eos_token_id=0, pad_token_id=0, use_cache=False,
+    )
+    return Mamba2Config(**{**base, **changes})
+
+
+# A block of each kind; heads of state spaces are not as wide together as the model.
+def nemotron_h(**changes):
+    base = dict(
+        hidden_size=32, layers_block_type=["linear_attention", "mlp", "full_attention", "moe"], num_attention_heads=4,
+        num_key_value_heads=2, head_dim=10, mamba_num_heads=6, mamba_head_dim=8, ssm_state_size=7, n_groups=2,
+        chunk_size=5, intermediate_size=40, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=12,
+        moe_shared_expert_intermediate_size=20, n_group=4, topk_group=2, routed_scaling_factor=1.5, vocab_size=VOCAB,
+        max_position_embeddings=SEQ, bos_token_id=0, eos_token_id=0, use_cache=False,
+    )
+    return NemotronHConfig(**{**base, **changes})
+
+
 # Six heads, no power of two: their slopes are those of four heads, then two of those of eight.
 def bloom(**changes):
     base = dict(
@@ -263,9 +288,11 @@ KINDS = {
     "gpt_neox": (GPTNeoXForCausalLM, modeling_gpt_neox),
     "gpt_oss": (GptOssForCausalLM, modeling_gpt_oss),
     "llama": (LlamaForCausalLM, modeling_llama),
+    "mamba2": (Mamba2ForCausalLM, modeling_mamba2),
     "mistral": (MistralForCausalLM, modeling_mistral),
     "mixtral": (MixtralForCausalLM, modeling_mixtral),
     "nemotron": (NemotronForCausalLM, modeling_nemotron),
+    "nemotron_h": (NemotronHForCausalLM, modeling_nemotron_h),
     "opt": (OPTForCausalLM, modeling_opt),
     "phi3": (Phi3ForCausalLM, modeling_phi3),
     "qwen2": (Qwen2ForCausalLM, modeling_qwen2),
@@ -307,6 +334,11 @@ CASES = {
     "mistral_window": (33, lambda: mistral(num_hidden_layers=1, sliding_window=5)),
     "bloom": (34, bloom),
     "gpt_oss": (36, gpt_oss),
+    "mamba2": (37, mamba2),
+    "nemotron_h": (38, nemotron_h),
+    "nemotron_h_latent": (39, lambda: nemotron_h(
+        layers_block_type=["linear_attention", "moe", "full_attention"], moe_latent_size=14, n_group=1, topk_group=1,
+        norm_topk_prob=False, tie_word_embeddings=False)),
     "deepseek_v3": (29, lambda: deepseek_v3(rope_parameters={**YARN_ROPE, "mscale": 0.9})),
 }
 SHARDED = "llama_tied"
@@ -408,6 +440,17 @@ def as_stored(config, tensors):
     head has another name there."""
     if config.model_type == "gpt_oss":
         return dict(tensors)
+    if config.model_type == "nemotron_h":
+        result = {}
+        for key, value in tensors.items():
+            key = key.replace("model.", "backbone.", 1)
+            if ".experts." in key:
+                named = enumerate(value)
+                scope, part = key.rsplit(".", 1)
+                result.update({f"{scope}.{i}.{part}.weight": expert for i, expert in named})
+            else:
+                result[key] = value
+        return result
     if config.model_type == "gpt_neox":
         return {"embed_out.weight" if key == "lm_head.weight" else key: value for key, value in tensors.items()}
     block, parts = {
@@ -451,7 +494,7 @@ def build(config, dtype):
     return model.train()
 
 
-EMBEDDINGS = ("wte", "wpe", "embed_tokens", "embed_in", "embed_positions", "word_embeddings.")
+EMBEDDINGS = ("embeddings.", "wte", "wpe", "embed_tokens", "embed_in", "embed_positions", "word_embeddings.")
 
 
 def perturb(model, seed):
@@ -486,7 +529,12 @@ def make_batches(seed):
 def train(config, weights, batches, dtype, hyper=HYPER, patch=True, causal=True, **mutations):
     """Losses and gradient norms before each update, gradients of step 0, parameters at the end."""
     wide = patch and dtype == torch.float64
-    with wide_llama(causal=causal, **mutations) if wide else contextlib.nullcontext():
+    is_hybrid = config.model_type in HYBRIDS
+    with contextlib.ExitStack() as stack:
+        if wide:
+            stack.enter_context(wide_llama(causal=causal, **mutations))
+        if wide and is_hybrid:
+            stack.enter_context(wide_scan(KINDS[config.model_type][1]))
         model = build(config, dtype)
         named = dict(model.named_parameters())
         with torch.no_grad():
@@ -498,6 +546,8 @@ def train(config, weights, batches, dtype, hyper=HYPER, patch=True, causal=True,
             mask = None if causal else torch.zeros(BATCH, 1, SEQ, SEQ, dtype=dtype)
             if config.model_type == "bloom":
                 mask = None  # it counts positions by its mask; `bloom_attention` leaves it out
+            if is_hybrid and mask is not None:
+                mask = {"full_attention": mask, "linear_attention": None}
             # OPT counts positions by its mask unless it is told them.
             told = {"position_ids": torch.arange(SEQ)[None]} if config.model_type == "opt" else {}
             logits = model(input_ids=tokens[:, :-1], attention_mask=mask, **told).logits
@@ -636,7 +686,8 @@ def wide_llama(causal=True, interleaved=False, tiled_kv=False, plain_gates=None,
         if name == "Bloom":
             swaps.append((module.BloomAttention, "forward", bloom_attention))
             continue
-        swaps.append((module, "eager_attention_forward", attention))
+        if hasattr(module, "eager_attention_forward"):
+            swaps.append((module, "eager_attention_forward", attention))
         if hasattr(module, "apply_rotary_emb"):
             swaps.append((module, "apply_rotary_emb", turn))
         turned = turns if hasattr(module, "apply_rotary_emb") else angles
@@ -658,6 +709,63 @@ def wide_llama(causal=True, interleaved=False, tiled_kv=False, plain_gates=None,
             setattr(owner, name, value)
 
 
+HYBRIDS = ("mamba2", "nemotron_h")
+
+
+@contextlib.contextmanager
+def wide_scan(module):
+    """State spaces in the input's dtype, token by token where transformers goes chunk by chunk."""
+
+    def scan(x, dt, A, B, C, chunk_size, D=None, dt_bias=None, dt_limit=(0.0, float("inf")), **_):
+        t = F.softplus(dt + dt_bias).clamp(min=dt_limit[0])
+        B, C = (part.repeat_interleave(x.shape[2] // part.shape[2], dim=2) for part in (B, C))
+        state, rows = torch.zeros(*x.shape[:1], *x.shape[2:], B.shape[-1], dtype=x.dtype), []
+        for i in range(x.shape[1]):
+            kept = torch.exp(t[:, i] * A)[..., None, None]
+            state = kept * state + (t[:, i, :, None] * x[:, i])[..., None] * B[:, i, :, None]
+            rows.append((state * C[:, i, :, None]).sum(-1) + D[:, None] * x[:, i])
+        return torch.stack(rows, dim=1)
+
+    def gated_norm(self, x, gate=None):
+        x = (x * F.silu(gate)).unflatten(-1, (-1, self.group_size))
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * x.flatten(-2)
+
+    gated = [value for name, value in vars(module).items() if name.endswith("RMSNormGated")]
+    swaps = [(module, "mamba2_chunk_scan", scan), (torch.Tensor, "float", lambda self: self)]
+    swaps += [(owner, "forward", gated_norm) for owner in gated]
+    saved = [(owner, name, getattr(owner, name)) for owner, name, _ in swaps]
+    try:
+        for owner, name, value in swaps:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in saved:
+            setattr(owner, name, value)
+
+
+def hybrid_sensitivity(config, weights, batches, right, wrong):
+    """What can go wrong in models with state spaces alone."""
+
+    def of(key, change):
+        other = {name: change(value) if key in name else value for name, value in weights.items()}
+        return max_dev(train(config, other, batches, torch.float64)["losses"], right)
+
+    result = {
+        "norm_eps_1e-6": wrong({"layer_norm_epsilon": 1e-6}),
+        "inputs_do_not_pass_by": of("mixer.D", lambda v: v * 0),
+        "steps_without_bias": of("dt_bias", lambda v: v * 0),
+        "decays_not_exponential": of("A_log", torch.exp),
+        "taps_reversed": of("conv1d.weight", lambda v: v.flip(-1)),
+    }
+    if config.model_type == "nemotron_h":
+        result["one_expert_fewer"] = wrong({"num_experts_per_tok": config.num_experts_per_tok - 1})
+        result["gates_scaled_twice"] = wrong({"routed_scaling_factor": 2.0 * config.routed_scaling_factor})
+        result["no_bias_of_the_choice"] = of(CHOICE_BIAS, lambda v: v * 0)
+        result["kv_heads_tiled"] = wrong(tiled_kv=True)
+    return result
+
+
 def sensitivity(config, weights, batches, right):
     """Largest loss deviation over the steps, in float64, of runs that get one thing wrong."""
 
@@ -674,8 +782,11 @@ def sensitivity(config, weights, batches, right):
         "decay_every_tensor": wrong(hyper={"decay_dims": 0}),
         "decay_as_l2": wrong(hyper={"kind": torch.optim.Adam}),
         "beta2_0.999": wrong(hyper={"betas": [0.9, 0.999]}),
-        "not_causal": wrong(causal=False),
     }
+    if config.model_type != "mamba2":
+        result["not_causal"] = wrong(causal=False)
+    if config.model_type in HYBRIDS:
+        return {**result, **hybrid_sensitivity(config, weights, batches, right, wrong)}
     if config.model_type == "gpt2":
         other = "gelu" if config.activation_function == "gelu_new" else "gelu_new"
         result[f"activation_{other}"] = wrong({"activation_function": other})

@@ -40,7 +40,7 @@ pub struct Case {
 }
 
 /// Names of the reference cases.
-pub const CASES: [&str; 25] = [
+pub const CASES: [&str; 28] = [
     "gpt2_small_tied",
     "gpt2_untied_gelu",
     "llama_tied",
@@ -66,6 +66,9 @@ pub const CASES: [&str; 25] = [
     "mistral_window",
     "bloom",
     "gpt_oss",
+    "mamba2",
+    "nemotron_h",
+    "nemotron_h_latent",
 ];
 
 impl Case {
