@@ -6,6 +6,8 @@
 //! judge sees no difference is counted too: it may be strict, not lax.
 #![allow(clippy::unwrap_used)]
 
+#[path = "mutations/calls.rs"]
+mod calls;
 #[path = "mutations/fuzz.rs"]
 mod fuzz;
 #[path = "mutations/mutate.rs"]

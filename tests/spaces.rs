@@ -59,6 +59,7 @@ fn keep_in_hosts(role: &mut RoleProgram) -> usize {
         events: Vec::new(),
         pass,
         layer: None,
+        call: ir::program::Call::Own,
     };
     for template in &mut role.templates {
         match template.kind {

@@ -55,10 +55,15 @@
 //! by buffer and by byte, inside a slot and between slots (`hazards`). What exchanges touch is
 //! ordered by buffer, so its bytes must be nobody else's (`memory`).
 //!
+//! **Calls.** Neighbours that a device may make one call of (`calls`) are played one by one here.
+//! That one call computes the same, but for the rounding of what it does not write, follows from rules
+//! of their own: what it writes it does not read, and what it does not write nobody else sees.
+//!
 //! **Not proved:** that kernels compute what their op says, that a sharding rule is sound
 //! (both are the runtime's differential tests), that predictions are right, or that the plan
 //! is good. Ops whose results nothing uses need not run.
 
+mod calls;
 mod consistency;
 mod coverage;
 mod facts;
@@ -100,9 +105,10 @@ pub fn check_program(plan: &Plan, training: &TrainingGraph, program: &Program) -
         return report.finish();
     }
     // Hazards and what copies hold take longest, and ask their roles side by side too.
-    let questions: [&(dyn Fn(&mut Report) + Sync); 7] = [
+    let questions: [&(dyn Fn(&mut Report) + Sync); 8] = [
         &|report| memory::check(plan, program, report),
         &|report| pieces::check(program, report),
+        &|report| calls::check(program, report),
         &|report| hazards::check(program, report),
         &|report| transfers::check(&facts, program, report),
         &|report| walk::check(&facts, program, report),

@@ -218,6 +218,7 @@ impl Naive<'_> {
             events: vec![],
             pass: Pass::F,
             layer: None,
+            call: ir::program::Call::Own,
         };
         self.role.templates[template].instructions.push(instr);
     }
@@ -580,6 +581,7 @@ fn meeting(exchanges: [&[(&[u32], &[u32])]; 2]) -> Vec<Violation> {
                 events: vec![],
                 pass: Pass::F,
                 layer: None,
+                call: ir::program::Call::Own,
             })
             .map(|i| Template {
                 kind: TemplateKind::Exchange,

@@ -144,6 +144,7 @@ mod tests {
             events: Vec::new(),
             pass: Pass::F,
             layer: None,
+            call: ir::program::Call::Own,
         };
         role.templates = vec![Template {
             kind: TemplateKind::Forward,

@@ -14,6 +14,9 @@
 //! prefetches   gathers of parameters ahead of the layer that needs them
 //! ```
 //!
+//! Software has its own kernels for what Meshwright calls together, so each instruction is a call of its
+//! own here; `fused` says which kernels are one.
+//!
 //! Gradients that are reduced beside the backward pass are also added up there, and what the end
 //! of the step reduces begins as soon as the last backward has made it.
 
@@ -21,7 +24,7 @@ use crate::Software;
 use ir::collective::CollectiveKind;
 use ir::op::OpKind;
 use ir::program::{
-    BufferClass, CollectiveItem, Event, InstrKind, Instruction, Program, RoleProgram, Stream,
+    BufferClass, Call, CollectiveItem, Event, InstrKind, Instruction, Program, RoleProgram, Stream,
     Template, TemplateKind, Which,
 };
 use ir::{AxisId, BufferId, InstrId, Pass, StreamId, TemplateId};
@@ -93,6 +96,7 @@ fn arrange(role: &mut RoleProgram, software: &Software) {
             instruction.stream = stream;
             instruction.deps = deps.into_iter().collect();
             instruction.events = events;
+            instruction.call = Call::Own;
         }
     }
 }

@@ -94,6 +94,7 @@ pub(crate) fn instr(kind: InstrKind, stream: StreamId, deps: &[u32]) -> Instruct
         events: Vec::new(),
         pass: Pass::F,
         layer: None,
+        call: ir::program::Call::Own,
     }
 }
 

@@ -28,6 +28,8 @@
 //!    another way is a buffer in [`Pieces`]; copies stand before and behind.
 //! 7. *Padding.* Elements of a buffer past its valid local range are zero after every
 //!    instruction.
+//! 8. *Calls.* Neighbours of a list may be one [`Call`], which a device makes of them if it can. What
+//!    they compute is the same but for the rounding of values that are then not written.
 
 use crate::collective::CollectiveKind;
 use crate::op::InputKind;
@@ -389,6 +391,28 @@ pub enum InstrKind {
     },
 }
 
+/// The call that an instruction belongs to. Which of them a device can make is its own business: it
+/// may play the instructions of any one by one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Call {
+    /// One that begins with it.
+    #[default]
+    Own,
+    /// That of the instruction before it in the list, whose result it takes: the value need not be in
+    /// memory, so these are a *chain*. It waits for nothing, on the same stream, and nothing is
+    /// written where any of the chain reads, but for sums over one of their operands.
+    Chained {
+        /// Whether the value is written all the same, as others read it.
+        is_kept: bool,
+    },
+    /// That of the instruction before it in the list, which does the same to other tensors: nothing
+    /// orders those that are *joined*.
+    Joined,
+}
+
+/// Fewest instructions that are joined: a joined launch reads from memory what others are given.
+pub const FEWEST_JOINED: usize = 4;
+
 /// An instruction of a template.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Instruction {
@@ -405,6 +429,8 @@ pub struct Instruction {
     pub pass: Pass,
     /// Layer of the op it serves.
     pub layer: Option<LayerId>,
+    /// The call that it belongs to.
+    pub call: Call,
 }
 
 /// Buffers of an instruction. Few have more than four, and every pass over a program asks for

@@ -253,6 +253,7 @@ mod tests {
             events: vec![],
             pass: Pass::F,
             layer: None,
+            call: ir::program::Call::Own,
         }
     }
 

@@ -123,6 +123,7 @@ impl RoleDraft {
             events: Vec::new(),
             pass: serves.pass,
             layer: serves.layer,
+            call: ir::program::Call::Own,
         }
     }
 

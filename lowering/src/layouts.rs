@@ -12,7 +12,7 @@ use crate::bucket::BucketSizes;
 use crate::error::LowerError;
 use crate::resolve::{Homes, resolve};
 use crate::uses::{CrossEdge, Edge, Uses};
-use crate::{coalesce, emit, in_place, offload, order, overwrite, pack, place};
+use crate::{calls, coalesce, emit, in_place, offload, order, overwrite, pack, place};
 use ir::op::OpStrategy;
 use ir::plan::{LayerStrategy, Plan, ScheduleKind, StagePlan};
 use ir::program::{Program, RoleProgram};
@@ -138,7 +138,9 @@ impl Layouts {
             offload::offload(&resolved, &mut role);
             overwrite::overwrite_operands(&mut role);
             let seen = plan.cluster.seen_by(role.mesh.devices);
-            place::place(role, seen.planned_bytes(plan.headroom))
+            let mut role = place::place(role, seen.planned_bytes(plan.headroom))?;
+            calls::mark(&mut role);
+            Ok(role)
         });
         let roles: Vec<Result<RoleProgram, LowerError>> = roles.collect();
         Ok(Program {

@@ -16,6 +16,7 @@
 //!   │ overwrite  results in the buffers of operands that die where they are made
 //!   │ place      lifetime and arena offset of every buffer
 //!   │ waits      what instructions wait for, in their slot and in earlier ones
+//!   │ calls      neighbours that a device may make one call of
 //!   ▼
 //! Program
 //! ```
@@ -40,6 +41,7 @@
 //!   slot on a stream waits for all that earlier slots put on the others.
 
 mod bucket;
+mod calls;
 mod coalesce;
 mod draft;
 mod emit;
@@ -58,6 +60,7 @@ mod uses;
 mod waits;
 
 pub use bucket::BucketSizes;
+pub use calls::without_calls;
 pub use error::LowerError;
 pub use layouts::Layouts;
 pub use memory::{RoleMemory, memory_report};

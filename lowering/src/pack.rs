@@ -14,6 +14,7 @@
 //! collective with such results: copies run beside it, and never more than two collectives have
 //! results in pieces, whatever a stage's parameters take together.
 
+use crate::calls;
 use crate::draft::{DraftBuffer, Lifetime, RoleDraft, Serves, buffers_mut};
 use crate::error::LowerError;
 use crate::overwrite::write_apart;
@@ -139,13 +140,14 @@ fn in_pieces(
 }
 
 /// A program whose collectives move all tensors as they stand, without copies around them, and
-/// whose buffers all have copies of their own and are written by one op: that of software which lays
-/// its tensors out so, and whose memory is counted stage by stage.
+/// whose buffers all have copies of their own and are written by one op, each in a call of its own: that
+/// of software which lays its tensors out so, and whose memory is counted stage by stage.
 ///
 /// Fails where the program's arena is larger than any memory.
 pub fn without_pieces(program: &Program) -> Result<Program, LowerError> {
     let mut program = program.clone();
     for role in &mut program.roles {
+        calls::forget(role);
         separate_copies(role);
         write_apart(role);
         put_together(role)?;

@@ -118,6 +118,7 @@ impl ProgramOfProbes {
             events: vec![],
             pass: Pass::F,
             layer: None,
+            call: ir::program::Call::Own,
         });
         instructions.len() - 1
     }

@@ -79,6 +79,7 @@ fn role(stage: u32, sizes: &[u64]) -> RoleProgram {
         events,
         pass: Pass::F,
         layer: None,
+        call: ir::program::Call::Own,
     };
     let template = |kind, instruction| Template {
         kind,

@@ -13,11 +13,10 @@
 //! Invariants: the padding of every buffer is zero after every instruction; the same program,
 //! seed, states and data give the same bits.
 
-pub(crate) mod chained;
+pub(crate) mod calls;
 pub mod collective;
 #[cfg(test)]
 mod dropout_tests;
-pub(crate) mod joined;
 mod kernel;
 mod load;
 mod local;

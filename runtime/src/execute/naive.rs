@@ -572,6 +572,7 @@ impl Stage {
             events: vec![],
             pass: if backward { Pass::BI } else { Pass::F },
             layer: None,
+            call: ir::program::Call::Own,
         });
     }
 }

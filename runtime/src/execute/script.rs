@@ -6,11 +6,10 @@
 //! it, and nothing that it plays writes a persistent buffer.
 //!
 //! A script resolves what its instructions wait for: of every other stream, how many instructions
-//! must be done. What is not played is not waited for. It also says what may be [`joined`] or is
-//! [`chained`].
+//! must be done. What is not played is not waited for. It also says what is one of the program's
+//! [`Calls`].
 
-use super::chained::{Uses, chained};
-use super::joined::joined;
+use super::calls::Calls;
 use crate::error::RuntimeError;
 use ir::program::{
     BufferClass, Event, InstrKind, Instruction, Program, RoleProgram, TemplateKind, Which,
@@ -110,15 +109,12 @@ impl Script {
         // Slots that play a template, the latest last, and where their instructions stand: stream,
         // and how many of it are done when the instruction is.
         let mut played: BTreeMap<TemplateId, Vec<(Option<u32>, Places)>> = BTreeMap::new();
-        let uses = Uses::of(role);
         for (k, slot) in slots.iter().enumerate() {
             let before: Vec<usize> = made.streams.iter().map(Vec::len).collect();
             let mut here = Places::new();
             let mut steps = Vec::with_capacity(slot.instructions.len());
             let all = &role.template(slot.template).instructions;
-            let (these, m) = (&slot.instructions, slot.microbatch);
-            let chains = chained(role, &uses, all, these, m);
-            let n_joined = joined(role, all, these, m, &chains);
+            let calls = Calls::of(all, &slot.instructions);
             for (at, &i) in slot.instructions.iter().enumerate() {
                 let instruction = &role.template(slot.template).instructions[i];
                 let stream = instruction.stream;
@@ -166,9 +162,9 @@ impl Script {
                     waits: waits.into_iter().collect(),
                     is_awaited: false,
                     writes_states: writes_states(role, instruction),
-                    n_joined: n_joined[at],
-                    n_chained: chains.counts[at],
-                    is_kept: chains.kept[at],
+                    n_joined: calls.n_joined[at],
+                    n_chained: calls.n_chained[at],
+                    is_kept: calls.is_kept[at],
                     is_cleared: false,
                     is_spared: false,
                 });

@@ -5,7 +5,7 @@ use super::parse::Parser;
 use super::print::{Printer, name};
 use super::{INPUTS, list, reductions};
 use crate::collective::CollectiveKind;
-use crate::program::{CollectiveItem, Event, InstrKind, Instruction, RoleProgram, Which};
+use crate::program::{Call, CollectiveItem, Event, InstrKind, Instruction, RoleProgram, Which};
 use crate::reshard::LayoutStep;
 use crate::text::{PASSES, ParseError, attributes, word_of};
 use crate::{AxisId, BufferId, InstrId, LayerId, TransferId};
@@ -23,6 +23,12 @@ impl Printer<'_> {
         if let Some(layer) = i.layer {
             let _ = write!(line, " {layer}");
         }
+        line.push_str(match i.call {
+            Call::Own => "",
+            Call::Chained { is_kept: false } => " chained",
+            Call::Chained { is_kept: true } => " chained kept",
+            Call::Joined => " joined",
+        });
         let deps = i.deps.iter().map(InstrId::to_string);
         let waits = list(deps.chain(i.events.iter().map(|e| self.event(e))));
         if !waits.is_empty() {
@@ -158,6 +164,15 @@ impl Parser<'_> {
             true => Some(LayerId(self.id("layer", "a layer", usize::MAX)?)),
             false => None,
         };
+        let call = if self.s.eat_word("chained") {
+            Call::Chained {
+                is_kept: self.s.eat_word("kept"),
+            }
+        } else if self.s.eat_word("joined") {
+            Call::Joined
+        } else {
+            Call::Own
+        };
         let (mut deps, mut events) = (vec![], vec![]);
         if self.s.eat_word("after") {
             self.commas(|p| p.wait(id, role, &mut deps, &mut events))?;
@@ -170,6 +185,7 @@ impl Parser<'_> {
             events,
             pass,
             layer,
+            call,
         })
     }
 

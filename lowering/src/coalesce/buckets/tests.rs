@@ -144,6 +144,7 @@ fn instruction(kind: InstrKind) -> Instruction {
         events: vec![],
         pass: Pass::BW,
         layer: Some(LayerId(0)),
+        call: ir::program::Call::Own,
     }
 }
 

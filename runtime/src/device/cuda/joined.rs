@@ -14,9 +14,8 @@ use super::{Block, Cuda};
 use crate::device::{Place, Tensor, Work};
 use crate::error::RuntimeError;
 use crate::execute::Local;
-use crate::execute::chained::{Uses, chained};
-use crate::execute::joined::{FEWEST, joined};
-use ir::program::{InstrKind, RoleProgram, Space};
+use crate::execute::calls;
+use ir::program::{FEWEST_JOINED, InstrKind, RoleProgram, Space};
 use ir::{OpKind, StreamId};
 use std::sync::Arc;
 
@@ -95,15 +94,9 @@ pub(super) fn kept_bytes(role: &RoleProgram) -> u64 {
     // Two calls at most, and what they are rounded up to.
     let table = |n: usize| n * (2 * size_of::<Args>() + 2 * size_of::<u32>()) + 1024;
     let mut bytes = 0;
-    let uses = Uses::of(role);
     for template in &role.templates {
         let all = &template.instructions;
-        let every: Vec<usize> = (0..all.len()).collect();
-        let chains = chained(role, &uses, all, &every, None);
-        for (i, n) in joined(role, all, &every, None, &chains)
-            .into_iter()
-            .enumerate()
-        {
+        for (i, n) in calls::Calls::of_all(all).n_joined.into_iter().enumerate() {
             // Each copy of buffers that microbatches have by turns lies somewhere else.
             let touched = all[i..i + n].iter().flat_map(|i| [i.reads(), i.writes()]);
             let copies = touched.flatten().map(|b| role.buffer(b).slots()).max();
@@ -216,7 +209,7 @@ impl Cuda {
         stream: StreamId,
         works: &[Work<'_>],
     ) -> Result<bool, RuntimeError> {
-        if works.len() < FEWEST {
+        if works.len() < FEWEST_JOINED {
             return Ok(false);
         }
         let mut known = self.lane(stream)?.joined.iter();

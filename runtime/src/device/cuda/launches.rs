@@ -6,10 +6,9 @@ use super::chained::ways;
 use super::joined::{Part as Joint, parts};
 use super::ops::{self, Op, Part};
 use crate::RuntimeError;
-use crate::execute::chained::{Uses, chained};
-use crate::execute::joined::{FEWEST, joined};
+use crate::execute::calls::Calls;
 use crate::execute::{Context, Local};
-use ir::program::{InstrKind, Instruction, RoleProgram};
+use ir::program::{FEWEST_JOINED, InstrKind, Instruction, RoleProgram};
 use ir::{BufferId, OpKind};
 use std::collections::BTreeSet;
 
@@ -23,13 +22,10 @@ const APART: u64 = 1 << 44;
 /// that. None where there is no kernel for an op.
 pub fn launches(role: &RoleProgram) -> Vec<Vec<Option<u64>>> {
     let templates = role.templates.iter();
-    let uses = Uses::of(role);
     templates
         .map(|template| {
             let all = &template.instructions;
-            let every: Vec<usize> = (0..all.len()).collect();
-            let chains = chained(role, &uses, all, &every, None);
-            let n_joined = joined(role, all, &every, None, &chains);
+            let calls = Calls::of_all(all);
             let count = |(i, n): (usize, &usize)| match n {
                 0 => Some(0),
                 1 => count_of(role, &all[i].kind),
@@ -43,9 +39,11 @@ pub fn launches(role: &RoleProgram) -> Vec<Vec<Option<u64>>> {
                     Some(parts(works).iter().filter(|p| is_one(p)).count() as u64)
                 }
             };
-            let mut counts: Vec<Option<u64>> = n_joined.iter().enumerate().map(count).collect();
-            for (i, &n) in chains.counts.iter().enumerate().filter(|(_, n)| **n > 1) {
-                let (of, kept) = (&all[i..i + n], &chains.kept[i..i + n]);
+            let mut counts: Vec<Option<u64>> =
+                calls.n_joined.iter().enumerate().map(count).collect();
+            let chains = calls.n_chained.iter().enumerate();
+            for (i, &n) in chains.filter(|(_, n)| **n > 1) {
+                let (of, kept) = (&all[i..i + n], &calls.is_kept[i..i + n]);
                 if let Some((n, launches)) = count_fused(role, of, kept) {
                     counts[i] = Some(launches);
                     counts[i + 1..i + n].fill(Some(0));
@@ -254,7 +252,7 @@ fn count_of(role: &RoleProgram, kind: &InstrKind) -> Option<u64> {
         InstrKind::Load { .. } => Some(1),
         // Zeros, and a copy of each entry.
         InstrKind::WorldSum { inputs, .. } => Some(match inputs.len() {
-            n if n < FEWEST => 1 + n as u64,
+            n if n < FEWEST_JOINED => 1 + n as u64,
             _ => 2,
         }),
         InstrKind::Collective { .. } | InstrKind::Exchange { .. } => Some(0),

@@ -1,9 +1,8 @@
 //! Accumulators that need not be cleared.
 
 use super::*;
-use crate::execute::chained::tests::{accumulate, dot, gelu};
-use crate::execute::joined::tests::{instruction, op, role};
-use ir::program::{Stream, Template};
+use crate::execute::calls::tests::{self, dot, gelu, instruction, op, role};
+use ir::program::{Call, Stream, Template};
 
 /// By slot, which steps are spared, and which begin a chain that comes to zeros: a template that is
 /// played first, and one that two microbatches play.
@@ -36,14 +35,21 @@ fn spared(begin: &[Instruction], forward: &[Instruction]) -> [Vec<Vec<bool>>; 2]
     [of(|s| s.is_spared), of(|s| s.is_cleared)]
 }
 
+/// A sum in an accumulator, which is in the call of the product before it or in its own.
+fn accumulate(x: u32, y: u32, is_chained: bool) -> Instruction {
+    let chained = Call::Chained { is_kept: false };
+    let call = if is_chained { chained } else { Call::Own };
+    tests::accumulate(x, y, call)
+}
+
 fn fill(value: f64, b: u32) -> Instruction {
     let output = BufferId(b);
-    instruction(InstrKind::Fill { value, output })
+    instruction(InstrKind::Fill { value, output }, Call::Own)
 }
 
 #[test]
 fn the_first_sum_in_an_accumulator_spares_its_zeros() {
-    let chain = || vec![dot(0, 1, 12), accumulate(12, 2)];
+    let chain = || vec![dot(0, 1, 12), accumulate(12, 2, true)];
     let no = || vec![vec![false], vec![false; 2], vec![false; 2]];
     let mut first = no();
     first[0][0] = true;
@@ -54,10 +60,15 @@ fn the_first_sum_in_an_accumulator_spares_its_zeros() {
     assert_eq!(spared(&[fill(1.0, 2)], &chain()), [no(), no()]);
     assert_eq!(spared(&[fill(0.0, 3)], &chain()), [no(), no()]);
     // A sum that is no part of a chain adds to the zeros.
-    let alone = [gelu(0, 12), accumulate(12, 2)];
+    let alone = [gelu(0, 12), accumulate(12, 2, false)];
     assert_eq!(spared(&[fill(0.0, 2)], &alone), [no(), no()]);
     // Somebody reads or writes them first.
-    for between in [gelu(2, 13), gelu(3, 2), accumulate(3, 2), fill(1.0, 2)] {
+    for between in [
+        gelu(2, 13),
+        gelu(3, 2),
+        accumulate(3, 2, false),
+        fill(1.0, 2),
+    ] {
         let begin = [fill(0.0, 2), between];
         let none = vec![vec![false; 2]; 3];
         assert_eq!(spared(&begin, &chain()), [none.clone(), none]);

@@ -1,0 +1,174 @@
+//! Calls that are none, in a program that is right in everything else.
+
+use checker::check_program;
+use ir::op::Binary;
+use ir::program::{BufferClass, Call, Event, InstrKind, Instruction, Program, RoleProgram};
+use ir::{BufferId, InstrId, OpKind, Precision, StreamId, TrainSpec};
+use planner::Planned;
+use tests::{cluster, gpt2, planned};
+
+fn made() -> Planned {
+    let train = TrainSpec {
+        global_batch: 8,
+        sequence: 16,
+        precision: Precision::Bf16,
+        ..TrainSpec::default()
+    };
+    let pins = &["data=1", "microbatch=4"];
+    planned(&gpt2(2, 128, 16, 128), &train, &cluster(1), pins).unwrap()
+}
+
+/// Whether a change of the only role is refused for its calls.
+fn is_refused(made: &Planned, change: impl Fn(&mut RoleProgram)) -> bool {
+    let mut program = made.program.clone();
+    change(&mut program.roles[0]);
+    let found = check_program(&made.plan, &made.training, &program);
+    found.iter().any(|v| v.rule == "call")
+}
+
+/// Templates and places of the instructions that are so.
+fn all(program: &Program, is_so: impl Fn(&Instruction) -> bool) -> Vec<(usize, usize)> {
+    let templates = program.roles[0].templates.iter().enumerate();
+    let places = templates.flat_map(|(t, template)| {
+        let instructions = template.instructions.iter().enumerate();
+        instructions.map(move |(i, of)| (t, i, of))
+    });
+    let wanted = places.filter(|(.., of)| is_so(of));
+    wanted.map(|(t, i, _)| (t, i)).collect()
+}
+
+fn computes(i: &Instruction, is_so: impl Fn(&OpKind) -> bool) -> bool {
+    matches!(&i.kind, InstrKind::Compute { kind, .. } if is_so(kind))
+}
+
+/// Operands and results.
+fn parts(i: &mut Instruction) -> (&mut Vec<BufferId>, &mut Vec<BufferId>) {
+    match &mut i.kind {
+        InstrKind::Compute {
+            inputs, outputs, ..
+        } => (inputs, outputs),
+        other => panic!("{other:?} computes nothing"),
+    }
+}
+
+#[test]
+fn calls_that_are_none_are_refused() {
+    let made = made();
+    let right = check_program(&made.plan, &made.training, &made.program);
+    assert!(right.is_empty(), "{right:#?}");
+    let one_by_one = lowering::without_calls(&made.program);
+    assert_eq!(check_program(&made.plan, &made.training, &one_by_one), []);
+
+    let chained = all(&made.program, |i| matches!(i.call, Call::Chained { .. }));
+    let joined = all(&made.program, |i| i.call == Call::Joined);
+    let is_sum = |i: &Instruction| computes(i, |k| matches!(k, OpKind::Accumulate { .. }));
+    let is_add = |i: &Instruction| computes(i, |k| *k == OpKind::Binary { f: Binary::Add });
+    let of = |&(t, i): &(usize, usize)| &made.program.roles[0].templates[t].instructions[i];
+    assert!(chained.iter().any(|at| is_sum(of(at))), "{chained:?}");
+    assert!(chained.iter().any(|at| is_add(of(at))), "{chained:?}");
+    assert!(joined.len() > 20, "{joined:?}");
+
+    for &(t, i) in chained.iter().chain(&joined) {
+        let spoiled = |change: &dyn Fn(&mut Instruction)| {
+            is_refused(&made, |role| change(&mut role.templates[t].instructions[i]))
+        };
+        assert!(spoiled(
+            &|of| of.events = vec![Event::Drained(StreamId::new(0))]
+        ));
+        assert!(spoiled(&|of| of.deps = vec![InstrId::new(i - 1)]));
+        // What is kept is not what was kept, and a chain is not what is joined.
+        assert!(spoiled(&|of| of.call = match of.call {
+            Call::Chained { is_kept } => Call::Chained { is_kept: !is_kept },
+            _ => Call::Chained { is_kept: false },
+        }));
+        if !joined.contains(&(t, i)) {
+            assert!(spoiled(&|of| of.call = Call::Joined));
+        }
+        // The call has another beginning, or none.
+        let without_first = |role: &mut RoleProgram| {
+            role.templates[t].instructions[i - 1].call = Call::Chained { is_kept: true };
+        };
+        assert!(is_refused(&made, without_first));
+    }
+}
+
+#[test]
+fn chains_whose_values_others_see_are_refused() {
+    let made = made();
+    let is_hidden = |i: &Instruction| i.call == Call::Chained { is_kept: false };
+    let mut n_seen = 0;
+    for &(t, i) in &all(&made.program, is_hidden) {
+        let role = &made.program.roles[0];
+        let taken = &role.templates[t].instructions[i];
+        let value = role.templates[t].instructions[i - 1].writes()[0];
+        if taken.writes()[0] == value {
+            continue;
+        }
+        n_seen += 1;
+        // It lives on.
+        let lasting = |role: &mut RoleProgram| {
+            role.buffers[value.index()].class = BufferClass::PerMicrobatch { slots: 1 };
+        };
+        assert!(is_refused(&made, lasting));
+        // Another instruction takes it, in this template or elsewhere.
+        let others = all(&made.program, |i| {
+            computes(i, |k| {
+                matches!(k, OpKind::SumSquares | OpKind::Unary { .. })
+            })
+        });
+        let is_other = |(u, j): &&(usize, usize)| *u != t || *j > i || j + 1 < i;
+        let &(u, j) = others.iter().find(is_other).unwrap();
+        assert!(is_refused(&made, |role| {
+            parts(&mut role.templates[u].instructions[j]).0[0] = value;
+        }));
+        // It is twice an operand, or none.
+        if computes(taken, |k| *k == OpKind::Binary { f: Binary::Add }) {
+            assert!(is_refused(&made, |role| {
+                parts(&mut role.templates[t].instructions[i]).0.fill(value);
+            }));
+        }
+        // The result lies on a factor of the product.
+        let first = (0..i)
+            .rev()
+            .find(|&k| role.templates[t].instructions[k].call == Call::Own)
+            .unwrap();
+        let factor = role.templates[t].instructions[first].reads()[0];
+        let result = taken.writes()[0];
+        assert!(is_refused(&made, |role| {
+            let at = role.buffers[factor.index()].offset;
+            role.buffers[result.index()].offset = at;
+        }));
+    }
+    assert!(n_seen > 5, "{n_seen}");
+}
+
+#[test]
+fn what_is_ordered_is_not_joined() {
+    let made = made();
+    let is_one = |i: &Instruction| i.call == Call::Joined;
+    let all_joined = all(&made.program, is_one);
+    for &(t, i) in &all_joined {
+        let role = &made.program.roles[0];
+        let before = role.templates[t].instructions[i - 1].writes()[0];
+        let own = role.templates[t].instructions[i].writes()[0];
+        assert!(is_refused(&made, |role| {
+            let at = role.buffers[before.index()].offset;
+            role.buffers[own.index()].offset = at;
+        }));
+        // Another stream, and something else.
+        assert!(
+            is_refused(&made, |role| {
+                role.templates[t].instructions[i].stream = StreamId::new(1);
+            }) || role.streams.len() < 2
+        );
+        let other = all(&made.program, |i| {
+            computes(i, |k| matches!(k, OpKind::DotGeneral { .. }))
+        });
+        let (u, j) = other[0];
+        let kind = role.templates[u].instructions[j].kind.clone();
+        assert!(is_refused(&made, |role| {
+            role.templates[t].instructions[i].kind = kind.clone();
+        }));
+    }
+    assert!(all_joined.len() > 20, "{all_joined:?}");
+}
