@@ -3,7 +3,7 @@
 
 use checker::{Violation, check_program};
 use ir::op::Binary;
-use ir::program::{InstrKind, Instruction, Program, Stream, Template, TemplateKind};
+use ir::program::{Call, InstrKind, Instruction, Program, Stream, Template, TemplateKind};
 use ir::{BufferId, InstrId, OpKind, StreamId};
 use planner::Planned;
 use tests::{assert_checked, cluster, gpt2, planned};
@@ -206,4 +206,30 @@ fn who_writes_over_an_operand_waits_for_its_readers() {
     };
     assert_ne!(beside(false), []);
     assert_eq!(beside(true), []);
+}
+
+/// The gradient of GELU is made where the product before it is, in the call of that, though a backward
+/// pass makes a weight's gradient in between.
+#[test]
+fn the_gradient_of_gelu_is_one_call_with_the_product_before_it() {
+    let train = ir::TrainSpec {
+        global_batch: 8,
+        sequence: 16,
+        precision: ir::Precision::Bf16,
+        ..ir::TrainSpec::default()
+    };
+    let made = planned(&gpt2(2, 128, 16, 256), &train, &cluster(1), &[]).expect("a plan");
+    let templates = made.program.roles[0].templates.iter();
+    let pairs = templates.flat_map(|t| t.instructions.windows(2));
+    let gradients: Vec<&[Instruction]> = pairs
+        .filter(|pair| {
+            let f = Binary::GeluTanhGrad;
+            compute(&pair[1]).is_some_and(|(kind, ..)| *kind == OpKind::Binary { f })
+        })
+        .collect();
+    assert_eq!(gradients.len(), 2);
+    for pair in gradients {
+        assert_eq!(pair[1].call, Call::Chained { is_kept: false }, "{pair:#?}");
+        assert_eq!(overwritten(&pair[1]), Some(pair[0].writes()[0]), "{pair:#?}");
+    }
 }

@@ -6,8 +6,8 @@
 //! that does the same instruction by instruction. Fusing several removes bytes that one writes and
 //! the next reads, and so lowers the floor itself.
 //!
-//! Other software is priced with what it fuses, so an instruction that it does inside of another one's
-//! kernel, or with what is still on the chip, is predicted to take less than its own operands would:
+//! What follows a product in its call, and what other software does inside of another instruction's
+//! kernel or with what is still on the chip, is predicted to take less than its own operands would:
 //! no floor of it holds, and it has none; how many there are is counted.
 //!
 //! Products of attention are those that a causal kernel executes; its gradient makes the scores

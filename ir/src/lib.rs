@@ -6,6 +6,7 @@
 
 pub mod autodiff;
 pub mod boundary;
+pub mod chain;
 pub mod cluster;
 pub mod collective;
 pub mod graph;

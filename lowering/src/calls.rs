@@ -34,8 +34,7 @@ pub(crate) fn forget(role: &mut RoleProgram) {
 
 /// The program with a call for each instruction: what is priced or measured one by one, as by other
 /// software.
-pub fn without_calls(program: &Program) -> Program {
-    let mut program = program.clone();
+pub fn without_calls(mut program: Program) -> Program {
     program.roles.iter_mut().for_each(forget);
     program
 }

@@ -12,7 +12,7 @@ use crate::bucket::BucketSizes;
 use crate::error::LowerError;
 use crate::resolve::{Homes, resolve};
 use crate::uses::{CrossEdge, Edge, Uses};
-use crate::{calls, coalesce, emit, in_place, offload, order, overwrite, pack, place};
+use crate::{calls, coalesce, emit, in_place, neighbours, offload, order, overwrite, pack, place};
 use ir::op::OpStrategy;
 use ir::plan::{LayerStrategy, Plan, ScheduleKind, StagePlan};
 use ir::program::{Program, RoleProgram};
@@ -132,6 +132,7 @@ impl Layouts {
         let roles = std::mem::take(&mut draft.roles).into_par_iter();
         let roles = roles.map(|mut role| {
             role.assemble_trace(&microbatches);
+            neighbours::bring_together(&mut role);
             in_place::merge_all_reduces(&mut role);
             coalesce::coalesce(&mut role, sizes);
             pack::pack(&mut role);

@@ -9,6 +9,7 @@
 //!   │            (both kept in `layouts` while the planner asks for paths)
 //!   │ emit       instructions of every role, template by template
 //!   │ order      one global order of compute slots and exchanges; traces
+//!   │ neighbours ops right behind the product that feeds them
 //!   │ in_place   all-reduces that need no second buffer
 //!   │ coalesce   collectives that can share a launch
 //!   │ pack       copies around collectives that want contiguous pieces
@@ -49,6 +50,7 @@ mod error;
 mod in_place;
 mod layouts;
 mod memory;
+mod neighbours;
 mod offload;
 pub mod order;
 mod overwrite;

@@ -19,8 +19,9 @@ use crate::draft::{DraftBuffer, Lifetime, RoleDraft, buffers_mut};
 use crate::in_place::apply;
 use crate::place::SlotCounts;
 use crate::turns::touched_by;
-use ir::program::{BufferClass, InstrKind, RoleProgram, Slot, Space, TemplateKind};
-use ir::{BufferId, StreamId, TemplateId};
+use ir::chain::Link;
+use ir::program::{BufferClass, InstrKind, Instruction, RoleProgram, Slot, Space, TemplateKind};
+use ir::{BufferId, OpKind, StreamId, TemplateId};
 use smallvec::SmallVec;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -64,7 +65,15 @@ pub(crate) fn overwrite_operands(role: &mut RoleDraft) {
                     .collect();
                 // What is kept for others anyway has bytes for the result too.
                 let lasts = |b: &BufferId| uses[b.index()].templates.len();
+                // What the product before it makes and it goes on with is never in memory then.
+                let before = i.checked_sub(1).map(|b| &template.instructions[b]);
+                let follows = |b: &&BufferId| {
+                    let operand = inputs.iter().position(|other| other == *b);
+                    before.is_some_and(|p| follows(p, kind, **b, operand))
+                };
+                let chained = dying.iter().find(follows);
                 let operand = match made.templates.len() {
+                    _ if chained.is_some() => chained,
                     1 => dying.iter().rev().max_by_key(|b| lasts(b)),
                     _ => dying.iter().min_by_key(|b| lasts(b)),
                 };
@@ -81,6 +90,20 @@ pub(crate) fn overwrite_operands(role: &mut RoleDraft) {
         }
     }
     apply(role, &into);
+}
+
+/// Whether an op ends a chain that a product begins, whose result is that operand.
+fn follows(product: &Instruction, kind: &OpKind, b: BufferId, operand: Option<usize>) -> bool {
+    let InstrKind::Compute {
+        kind: first,
+        outputs,
+        ..
+    } = &product.kind
+    else {
+        return false;
+    };
+    let ends = |operand| Link::Product.then(kind, operand) == Some(Link::End);
+    Link::first(first).is_some() && outputs.as_slice() == [b] && operand.is_some_and(ends)
 }
 
 /// Whether one buffer can hold both tensors.

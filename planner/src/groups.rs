@@ -12,7 +12,7 @@
 
 use crate::pins::{AxisRole, Pins, ZeroLevels};
 use crate::prices::Buckets;
-use cost_model::compute;
+pub(crate) use chains::Chains;
 use forward::forward_group;
 pub(crate) use index::Index;
 use ir::cluster::Cluster;
@@ -27,6 +27,7 @@ use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+mod chains;
 mod forward;
 mod index;
 mod members;
@@ -54,6 +55,8 @@ pub(crate) struct Setting<'a> {
     pub of_parameters: &'a [bool],
     /// Lookups in the training graph.
     pub index: &'a Index,
+    /// Ops that are one call with a product; none where each is priced by itself.
+    pub chains: Option<&'a Chains>,
 }
 
 /// A decision group.
@@ -92,6 +95,9 @@ pub(crate) struct Part {
     /// Specs that the strategy implies.
     pub specs: Assignment,
     seconds: f64,
+    /// Seconds that it takes more where this operand is laid out anew: it is no part of the call that
+    /// makes the operand then.
+    pub apart: Option<(usize, f64)>,
     /// Bytes of the first result.
     bytes: u64,
     /// Bytes of the results that later passes use.
@@ -226,12 +232,14 @@ impl<'a> Maker<'a> {
             let saved = op.outputs.iter().map(|v| s.saved[v.index()]);
             let kept = saved.zip(&bytes).filter(|(saved, _)| *saved);
             let around = ring::around(s, op, &strategy, &specs);
+            let (seconds, apart) = match &around {
+                Some(around) => (around.seconds, None),
+                None => chains::op_seconds(s, (self.ops[k], op), &specs),
+            };
             Arc::new(Part {
                 strategy: strategy.clone(),
-                seconds: match &around {
-                    Some(around) => around.seconds,
-                    None => op_seconds(s, op, &specs),
-                },
+                seconds,
+                apart,
                 passing_bytes: around.map_or(0, |around| around.bytes),
                 bytes: bytes.first().copied().unwrap_or(0),
                 kept_bytes: kept.map(|(_, b)| *b).fold(0, u64::saturating_add),
@@ -249,17 +257,6 @@ impl Choice {
         let mut ops = self.ops.iter().zip(&other.ops);
         ops.all(|(a, b)| Arc::ptr_eq(a, b))
     }
-}
-
-/// Seconds of an op on one rank under an assignment.
-pub(crate) fn op_seconds(s: &Setting<'_>, op: &Op, a: &Assignment) -> f64 {
-    compute::op_time(
-        s.cluster,
-        &op.kind,
-        &local_types(s, &op.inputs, &a.operands),
-        &local_types(s, &op.outputs, &a.results),
-    )
-    .0
 }
 
 /// Types and padded lengths of the shards of some values.

@@ -790,6 +790,14 @@ fn tensor_of(s: &Setting<'_>, prices: &mut Prices<'_>, u: &Use) -> Tensor {
     prices.tensor(ty.shape.bind(s.batch), ty.dtype, buckets)
 }
 
+/// Seconds that the use's op takes more where its operand is laid out anew, as it is no part of the call
+/// that makes it then.
+fn apart_s(u: &Use, to: &Choice) -> f64 {
+    let apart = to.ops[u.consumer.0].apart;
+    let own = apart.filter(|(operand, _)| u.consumer.1 == Some(*operand));
+    own.map_or(0.0, |(_, seconds)| seconds)
+}
+
 /// The distinct layout changes of some uses with their prices: a value that several ops of
 /// one phase want in one spec is brought there once, as lowering does.
 fn unique_uses<'u>(
@@ -806,6 +814,7 @@ fn unique_uses<'u>(
             let tensor = tensor_of(s, prices, u);
             let numbers = (prices.number(from), prices.number(to));
             let (price, levels) = price_use(s, prices, u, (from, to), numbers, &tensor);
+            let price = price.map(|p| p + apart_s(u, choice(u.to)));
             out.push((u, price, levels));
         }
     }
@@ -919,10 +928,12 @@ fn price_between(
                 } = *known[place].get_or_insert_with(|| {
                     let specs = (u.made(choice(u.from)), u.wanted(choice(u.to)));
                     let (price, levels) = price_use(s, prices, u, specs, (from, to), tensor);
+                    let apart_s = apart_s(u, choice(u.to));
+                    let price = price.map(|p| p + apart_s);
                     let shown_s = match price.is_some() && is_gathered(s, u) {
                         true => prices.second_gather_s(specs, (from, to), tensor),
                         false => 0.0,
-                    };
+                    } + apart_s;
                     Change {
                         price,
                         shown_s,

@@ -72,6 +72,9 @@ pub struct PlanOptions {
     /// Whether plans are left out that are chosen for what a program hides of its parameters' traffic
     /// behind computing: other software need not.
     pub without_hiding: bool,
+    /// Whether each instruction is priced by itself, as other software is priced with calls of its own:
+    /// the program of the plan marks none that are one call.
+    pub one_by_one: bool,
     /// Who follows the search, and may end it early.
     pub watcher: Watcher,
     /// Other software to plan for; Meshwright's own runtime where there is none.

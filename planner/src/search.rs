@@ -81,6 +81,8 @@ struct Search<'a> {
     effort: Effort,
     /// See [`PlanOptions::without_hiding`].
     without_hiding: bool,
+    /// See [`PlanOptions::one_by_one`].
+    one_by_one: bool,
     watcher: &'a Watcher,
     /// The search's name where there are several.
     name: &'a str,
@@ -201,6 +203,7 @@ fn plan_order(
         choices: Default::default(),
         effort: options.effort,
         without_hiding: options.without_hiding,
+        one_by_one: options.one_by_one,
         watcher: &options.watcher,
         name,
         has_found: AtomicBool::new(to_beat.is_finite()),
@@ -332,6 +335,7 @@ impl<'a> Search<'a> {
     }
 
     fn setting_of<'s>(&'s self, variant: &'s Variant, shape: &'s Shape, batch: u64) -> Setting<'s> {
+        let makes_calls = !self.one_by_one && cost_model::compute::makes_calls(self.cluster);
         Setting {
             training: &variant.training,
             train: self.train,
@@ -344,6 +348,7 @@ impl<'a> Search<'a> {
             buckets: &variant.buckets,
             of_parameters: &variant.of_parameters,
             index: &variant.index,
+            chains: makes_calls.then_some(&variant.chains),
         }
     }
 }

@@ -284,11 +284,12 @@ pub fn planned(q: &Question) -> Result<Planned, Unmodelled> {
     };
     let forward = model_graph(&q.config, &options).map_err(|e| Unmodelled::Model(e.to_string()))?;
     // What was published has run, whatever it left free, and reduces what it reduces once a step then,
-    // whatever our own runtime would hide.
+    // whatever our own runtime would hide or do in one call.
     let options = PlanOptions {
         pins,
         headroom: Some(0.0),
         without_hiding: true,
+        one_by_one: true,
         ..PlanOptions::default()
     };
     let plan_error = |e: &dyn std::fmt::Display| Unmodelled::Plan(e.to_string());

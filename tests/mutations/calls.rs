@@ -56,7 +56,7 @@ fn calls_that_are_none_are_refused() {
     let made = made();
     let right = check_program(&made.plan, &made.training, &made.program);
     assert!(right.is_empty(), "{right:#?}");
-    let one_by_one = lowering::without_calls(&made.program);
+    let one_by_one = lowering::without_calls(made.program.clone());
     assert_eq!(check_program(&made.plan, &made.training, &one_by_one), []);
 
     let chained = all(&made.program, |i| matches!(i.call, Call::Chained { .. }));

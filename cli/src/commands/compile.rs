@@ -66,6 +66,7 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
         headroom: args.headroom.map(|h| h.0),
         effort: args.effort,
         without_hiding: false,
+        one_by_one: false,
         watcher: Watcher::new(Arc::new(Watching::new(&bar, limit, BEST_SO_FAR)?)),
         made_for,
     };

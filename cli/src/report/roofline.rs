@@ -115,7 +115,7 @@ impl Rooflines {
     pub fn reading(&self, plan: &Plan) -> String {
         let fused = match plan.made_for.is_none() {
             true => {
-                " Instructions are not fused with each other: what is kept on the chip is what one op has inside, as attention's scores, a norm's row, AdamW's states and the exponentials of a loss. Neighbours of one kind that go through many tensors share launches, which the first of them has; the prediction counts one for each."
+                " What is kept on the chip is what one op has inside, as attention's scores, a norm's row, AdamW's states and the exponentials of a loss, and what a product and the ops behind it hand on in one call. Neighbours of one kind that go through many tensors share launches, which the first of them has."
             }
             false => " Launches are counted for Meshwright's own runtime alone.",
         };

@@ -1,5 +1,8 @@
 //! Duration of every instruction of a program on a cluster, once per template.
 //!
+//! Instructions that are one call ([`Call`]) are priced as such on devices that make one of them
+//! ([`compute::makes_calls`]): the first has the launch, and a later one of a chain takes what it adds.
+//!
 //! The same layer recurs many times in a template and the same template in many roles, so
 //! collectives and transfers are remembered by what they depend on. A role's ranks share its
 //! durations; where their groups differ, the slowest count ([`crate::classes`]). Durations are
@@ -17,7 +20,7 @@ use ir::collective::CollectiveKind;
 use ir::mesh::{Axis, DeviceMesh};
 use ir::op::OpKind;
 use ir::program::{
-    CollectiveItem, Event, InstrKind, Instruction, MAX_STREAMS, Program, RoleProgram, Space,
+    Call, CollectiveItem, Event, InstrKind, Instruction, MAX_STREAMS, Program, RoleProgram, Space,
     TemplateKind,
 };
 use ir::sharding::ReduceKind;
@@ -58,6 +61,17 @@ pub struct Costs {
 /// Fails when the cluster has problems or too few devices, or the program names what does not
 /// exist.
 pub fn costs(program: &Program, cluster: &Cluster) -> Result<Costs, SimError> {
+    costs_in(program, cluster, compute::makes_calls(cluster))
+}
+
+/// Durations of all instructions of `program`, each played by itself, as where a step is profiled.
+///
+/// Fails as [`costs`] does.
+pub fn costs_one_by_one(program: &Program, cluster: &Cluster) -> Result<Costs, SimError> {
+    costs_in(program, cluster, false)
+}
+
+fn costs_in(program: &Program, cluster: &Cluster, has_calls: bool) -> Result<Costs, SimError> {
     let problems = cluster.problems();
     if !problems.is_empty() {
         return Err(SimError::Cluster {
@@ -97,6 +111,7 @@ pub fn costs(program: &Program, cluster: &Cluster) -> Result<Costs, SimError> {
                 wires: &wires,
                 shapes: shapes(role),
                 rank: None,
+                has_calls,
                 groups: HashMap::new(),
             }
             .templates()
@@ -126,6 +141,7 @@ pub fn costs_of_rank(
         wires: &wires(program, cluster)?,
         shapes: shapes(role),
         rank: Some(rank),
+        has_calls: compute::makes_calls(cluster),
         groups: HashMap::new(),
     }
     .templates()
@@ -184,6 +200,8 @@ struct RoleCosts<'a> {
     shapes: Vec<Local>,
     /// The rank to price; the slowest one of every collective if it is not said.
     rank: Option<Rank>,
+    /// Whether instructions that are one call are priced so.
+    has_calls: bool,
     /// By axes: one group of each kind.
     groups: HashMap<Vec<AxisId>, Vec<Group<'a>>>,
 }
@@ -209,7 +227,12 @@ impl RoleCosts<'_> {
             for (i, instruction) in template.instructions.iter().enumerate() {
                 self.check(template.kind, i, instruction)
                     .map_err(|problem| malformed(role, t, i, &problem))?;
-                costs.push(self.cost(instruction));
+                let cost = self.cost(instruction);
+                let before = i.checked_sub(1).map(|b| &template.instructions[b]);
+                costs.push(match before.filter(|_| self.has_calls) {
+                    Some(before) => self.in_call(before, instruction, cost),
+                    None => cost,
+                });
             }
             all.push(costs);
         }
@@ -336,6 +359,35 @@ impl RoleCosts<'_> {
         InstrCost { seconds, class }
     }
 
+    /// The cost of an instruction in the call of the one before it, of which `alone` is that by itself.
+    fn in_call(&self, before: &Instruction, of: &Instruction, alone: InstrCost) -> InstrCost {
+        let seconds = match (of.call, &of.kind) {
+            (Call::Own, _) => alone.seconds,
+            (
+                Call::Chained { is_kept },
+                InstrKind::Compute {
+                    kind,
+                    inputs,
+                    outputs,
+                    ..
+                },
+            ) => {
+                let made = before.writes();
+                let operand = inputs.iter().position(|b| made.contains(b));
+                let within = |operand| {
+                    let chained = compute::Chained { operand, is_kept };
+                    let (x, y) = (self.local(inputs), self.local(outputs));
+                    compute::chained_time(self.cluster, kind, &x, &y, chained).0
+                };
+                operand.map_or(alone.seconds, |o| within(o).min(alone.seconds))
+            }
+            (Call::Chained { .. } | Call::Joined, _) => {
+                (alone.seconds - self.cluster.device.launch_s).max(0.0)
+            }
+        };
+        InstrCost { seconds, ..alone }
+    }
+
     fn copy_bytes_per_s(&self, from: Space, to: Space) -> Option<f64> {
         let mesh = self.role.mesh.devices;
         self.whole.copy_bytes_per_s(mesh, from, to)
@@ -346,10 +398,12 @@ impl RoleCosts<'_> {
     }
 
     fn op(&self, kind: &OpKind, inputs: &[BufferId], outputs: &[BufferId]) -> f64 {
-        let local = |ids: &[BufferId]| -> Vec<Local> {
-            ids.iter().map(|b| self.shapes[b.index()].clone()).collect()
-        };
-        compute::op_time(self.cluster, kind, &local(inputs), &local(outputs)).0
+        let (x, y) = (self.local(inputs), self.local(outputs));
+        compute::op_time(self.cluster, kind, &x, &y).0
+    }
+
+    fn local(&self, ids: &[BufferId]) -> Vec<Local> {
+        ids.iter().map(|b| self.shapes[b.index()].clone()).collect()
     }
 
     /// `bytes` as `ir::collective` defines them; those of coalesced buffers add up.

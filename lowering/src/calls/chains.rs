@@ -8,9 +8,9 @@
 //! is read.
 
 use super::meet;
-use ir::op::{Binary, Unary};
+use ir::chain::{LONGEST, Link, may_keep};
 use ir::program::{BufferClass, Call, InstrKind, Instruction, RoleProgram};
-use ir::{BufferId, DType, OpKind};
+use ir::{BufferId, OpKind};
 
 /// How often the buffers of a role are read and written, by all instructions of its templates.
 pub(super) struct Uses(Vec<[u32; 2]>);
@@ -32,36 +32,6 @@ impl Uses {
     }
 }
 
-/// The place of an op in a chain.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Link {
-    Product,
-    Sum,
-    End,
-}
-
-impl Link {
-    /// The place of an op that has the value of this one as that operand.
-    fn then(self, kind: &OpKind, operand: usize) -> Option<Link> {
-        let binary = |f| OpKind::Binary { f };
-        match self {
-            Link::Product | Link::Sum if *kind == binary(Binary::Add) => Some(Link::Sum),
-            Link::Product | Link::Sum if is_gelu(kind) => Some(Link::End),
-            Link::Product if *kind == binary(Binary::GeluTanhGrad) && operand == 1 => {
-                Some(Link::End)
-            }
-            Link::Product if matches!(kind, OpKind::Accumulate { dtype: DType::F32 }) => {
-                Some(Link::End)
-            }
-            _ => None,
-        }
-    }
-}
-
-fn is_gelu(kind: &OpKind) -> bool {
-    *kind == OpKind::Unary { f: Unary::GeluTanh }
-}
-
 /// Operator, operands and result of an op that has one.
 fn parts(instruction: &Instruction) -> Option<(&OpKind, &[BufferId], BufferId)> {
     match &instruction.kind {
@@ -77,9 +47,6 @@ fn parts(instruction: &Instruction) -> Option<(&OpKind, &[BufferId], BufferId)> 
         _ => None,
     }
 }
-
-/// Most ops of a chain.
-const MOST: usize = 3;
 
 /// A chain while it is made.
 struct Chain<'a> {
@@ -99,11 +66,11 @@ struct Chain<'a> {
 impl<'a> Chain<'a> {
     fn new(role: &'a RoleProgram, uses: &'a Uses, first: &'a Instruction) -> Option<Self> {
         let (kind, factors, product) = parts(first)?;
-        matches!(kind, OpKind::DotGeneral { .. }).then(|| Chain {
+        Link::first(kind).map(|link| Chain {
             role,
             uses,
             of: vec![first],
-            link: Link::Product,
+            link,
             value: product,
             reads: factors.to_vec(),
             kept: Vec::new(),
@@ -115,7 +82,7 @@ impl<'a> Chain<'a> {
     fn take(&mut self, next: &'a Instruction) -> Option<bool> {
         let value = self.value;
         let is_free = next.deps.is_empty() && next.events.is_empty();
-        let has_room = self.link != Link::End && self.of.len() < MOST;
+        let has_room = self.link != Link::End && self.of.len() < LONGEST;
         if !is_free || !has_room || next.stream != self.of[0].stream {
             return None;
         }
@@ -132,7 +99,7 @@ impl<'a> Chain<'a> {
         let n_reads = self.of[1..].iter().filter(reads_it).count() as u32 + 1;
         let n_writes = self.of.iter().filter(writes_it).count() as u32;
         let is_kept = output != value && !self.uses.are(self.role, value, [n_reads, n_writes]);
-        if is_kept && !is_gelu(kind) {
+        if is_kept && !may_keep(kind) {
             return None;
         }
         let others: Vec<BufferId> = inputs.iter().copied().filter(|b| *b != value).collect();

@@ -93,6 +93,7 @@ impl Scene {
             buckets: &self.buckets,
             of_parameters: &self.of_parameters,
             index: &self.index,
+            chains: None,
         }
     }
 }

@@ -571,6 +571,10 @@ impl Search<'_> {
         let program = layouts
             .lower(&plan, training, &BucketSizes::default())
             .map_err(lower)?;
+        let program = match self.one_by_one {
+            true => lowering::without_calls(program),
+            false => program,
+        };
         let over = program.roles.iter().map(|r| {
             let usable = self.bytes_of(&self.cluster.seen_by(r.mesh.devices));
             r.arena_bytes.saturating_sub(usable)

@@ -7,7 +7,7 @@
 
 use super::request::{recomputed, saved_values};
 use crate::PlanError;
-use crate::groups::Index;
+use crate::groups::{Chains, Index};
 use crate::layers::{Layers, find_layers};
 use crate::pins::Pins;
 use crate::pins::whole::made_of_parameters;
@@ -29,6 +29,7 @@ pub(super) struct Variant {
     pub(super) buckets: Buckets,
     pub(super) of_parameters: Vec<bool>,
     pub(super) index: Index,
+    pub(super) chains: Chains,
 }
 
 /// The variants of a training graph in which nothing is recomputed yet, that which recomputes least
@@ -77,6 +78,7 @@ pub(super) fn variants(kept: TrainingGraph, pins: &Pins) -> Result<Vec<Variant>,
             buckets: Buckets::new(&training),
             of_parameters: made_of_parameters(&training.graph),
             index: Index::new(&training),
+            chains: Chains::new(&training),
             layers: Layers {
                 ops: layers.ops,
                 kind: kind.clone(),

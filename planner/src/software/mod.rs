@@ -227,6 +227,7 @@ impl Trial<'_> {
             tolerance: 0.0,
             // What our own runtime would hide, other software does not.
             without_hiding: true,
+            one_by_one: true,
             watcher: self.options.watcher.unseeing(),
             made_for: None,
             ..self.options.clone()

@@ -93,6 +93,7 @@ impl Case {
             to_beat: f64::INFINITY,
             headroom: None,
             without_hiding: false,
+            one_by_one: false,
             sequences: sequences(&self.variants[0].layers, &self.pins).unwrap(),
             submeshes: &self.submeshes,
             boundary: boundary(&self.variants[0].training.graph),
