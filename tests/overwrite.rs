@@ -230,6 +230,10 @@ fn the_gradient_of_gelu_is_one_call_with_the_product_before_it() {
     assert_eq!(gradients.len(), 2);
     for pair in gradients {
         assert_eq!(pair[1].call, Call::Chained { is_kept: false }, "{pair:#?}");
-        assert_eq!(overwritten(&pair[1]), Some(pair[0].writes()[0]), "{pair:#?}");
+        assert_eq!(
+            overwritten(&pair[1]),
+            Some(pair[0].writes()[0]),
+            "{pair:#?}"
+        );
     }
 }

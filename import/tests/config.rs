@@ -205,9 +205,17 @@ fn state_spaces_are_read_as_they_are_published_and_as_they_are_saved() {
     // biases; three numbers for a head, gains, out of it, a norm.
     let block = |heads: u64, width: u64, state: u64| {
         let (inner, shared) = (heads * width, 2 * 2 * state);
-        32 * (2 * inner + shared + heads) + 5 * (inner + shared) + 3 * heads + inner + 32 * inner + 32
+        32 * (2 * inner + shared + heads)
+            + 5 * (inner + shared)
+            + 3 * heads
+            + inner
+            + 32 * inner
+            + 32
     };
-    assert_eq!(n(mamba2(), json!({})), 2 * block(4, 16, 6) + (2 * 96 + 1) * 32);
+    assert_eq!(
+        n(mamba2(), json!({})),
+        2 * block(4, 16, 6) + (2 * 96 + 1) * 32
+    );
     let attention = 32 * (2 * 40 + 2 * 20) + 32;
     // A router with a bias of the choice, two matrices for each expert and for that of all, a norm.
     let experts = 8 * (32 + 1) + (8 * 12 + 20) * 2 * 32 + 32;
@@ -226,13 +234,33 @@ fn state_spaces_are_read_as_they_are_published_and_as_they_are_saved() {
     for (model, changes, field) in [
         (mamba2(), json!({"n_groups": 3}), "num_heads"),
         (mamba2(), json!({"expand": 3}), "num_heads"),
-        (mamba2(), json!({"time_step_limit": [0.0, 1.0]}), "time_step_limit"),
+        (
+            mamba2(),
+            json!({"time_step_limit": [0.0, 1.0]}),
+            "time_step_limit",
+        ),
         (mamba2(), json!({"hidden_act": "gelu"}), "hidden_act"),
-        (nemotron_h(), json!({"hybrid_override_pattern": "MX"}), "hybrid_override_pattern"),
-        (nemotron_h(), json!({"num_hidden_layers": 5}), "hybrid_override_pattern"),
-        (nemotron_h(), json!({"num_nextn_predict_layers": 1}), "num_nextn_predict_layers"),
+        (
+            nemotron_h(),
+            json!({"hybrid_override_pattern": "MX"}),
+            "hybrid_override_pattern",
+        ),
+        (
+            nemotron_h(),
+            json!({"num_hidden_layers": 5}),
+            "hybrid_override_pattern",
+        ),
+        (
+            nemotron_h(),
+            json!({"num_nextn_predict_layers": 1}),
+            "num_nextn_predict_layers",
+        ),
         (nemotron_h(), json!({"n_group": 3}), "n_routed_experts"),
-        (nemotron_h(), json!({"mlp_hidden_act": "silu"}), "mlp_hidden_act"),
+        (
+            nemotron_h(),
+            json!({"mlp_hidden_act": "silu"}),
+            "mlp_hidden_act",
+        ),
     ] {
         let said = parse(model, changes).unwrap_err().to_string();
         assert!(said.contains(&format!("`{field}`")), "{said}");
