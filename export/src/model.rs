@@ -153,11 +153,14 @@ impl ModelShape {
         let is_plain = !gated && in_any("mlp.up.weight").is_some();
         // Of latent attention no target's flags are written.
         let is_latent = first.iter().any(|op| matches!(op.kind, OpKind::Join));
+        // Nor of state spaces, which stand in the place of attention in some blocks or all.
+        let has_states = has_state_spaces(forward);
         // Nor of windows, which some blocks have and others have not, of scores with a cap, and of those
         // that fall with the distance.
         let bounds = bounds(&blocks)?;
         if centred && norm.0 == Norm::Rms
             || is_latent
+            || has_states
             || (Bounds {
                 window: None,
                 ..bounds
@@ -229,6 +232,12 @@ fn is_sunk(forward: &Graph) -> bool {
     read.any(|v| sums.contains(v))
 }
 
+/// Whether a block has a state space.
+fn has_state_spaces(forward: &Graph) -> bool {
+    let mut ops = forward.ops().iter();
+    ops.any(|op| matches!(op.kind, OpKind::StateSpace { .. }))
+}
+
 /// The bounds that the attention of all blocks has; none where blocks differ.
 fn bounds(blocks: &[&Vec<&Op>]) -> Option<Bounds> {
     let mut all = blocks
@@ -250,7 +259,9 @@ fn bounds_of(op: &Op) -> Option<Bounds> {
 pub(crate) fn why_unknown(forward: &Graph) -> &'static str {
     let has = |is: &dyn Fn(&OpKind) -> bool| forward.ops().iter().any(|op| is(&op.kind));
     let any = |is: &dyn Fn(Bounds) -> bool| forward.ops().iter().filter_map(bounds_of).any(is);
-    if any(&|b| b.alibi) {
+    if has_state_spaces(forward) {
+        "the model has state spaces (Mamba-2), whose flags are not written"
+    } else if any(&|b| b.alibi) {
         "scores of the model's attention fall with the distance (ALiBi), for which there are no flags"
     } else if any(&|b| b.cap.is_some()) {
         "scores of the model's attention are capped, for which there are no flags"
