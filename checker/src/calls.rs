@@ -148,7 +148,7 @@ enum Done {
     All,
 }
 
-/// What is done once an op follows that takes the value as that operand.
+/// The state of the chain once an op follows that takes the value as that operand.
 fn follows(done: Done, kind: &OpKind, operand: usize) -> Option<Done> {
     match (done, kind) {
         (Done::All, _) => None,
@@ -239,7 +239,7 @@ fn copy(role: &RoleProgram, b: BufferId, microbatch: Option<u32>) -> (Space, u64
     (b.space, start, start.saturating_add(b.bytes))
 }
 
-/// What is written over what else is written, or is read, in some slot.
+/// The buffers that are written, each with one that is written or read on the same bytes in some slot.
 fn overlaps(of: &Of<'_>, writes: &[BufferId], reads: &[BufferId]) -> Vec<(BufferId, BufferId)> {
     let mut pairs: Vec<(BufferId, BufferId)> = Vec::new();
     for (i, &w) in writes.iter().enumerate() {

@@ -61,7 +61,7 @@ fn computed(instruction: &Instruction) -> Option<(&OpKind, &[BufferId], &[Buffer
     }
 }
 
-/// What a product makes.
+/// The result of a product.
 fn product(instruction: &Instruction) -> Option<BufferId> {
     let (kind, _, outputs) = computed(instruction)?;
     Link::first(kind).and(outputs.first().copied())

@@ -55,7 +55,7 @@ struct Chain<'a> {
     /// Its instructions.
     of: Vec<&'a Instruction>,
     link: Link,
-    /// What the last one makes.
+    /// The result of the last one.
     value: BufferId,
     /// The operands that come from elsewhere.
     reads: Vec<BufferId>,
