@@ -906,7 +906,11 @@ fn state_spaces_are_those_of_the_single_device() {
     let experts = "data=2 expert=2 tensor=2 pipeline=1 zero=1 microbatch=4";
     for (name, n, pins) in [
         ("mamba2", 4, whole),
-        ("mamba2", 4, "data=2 tensor=1 pipeline=2 zero=1 microbatch=2"),
+        (
+            "mamba2",
+            4,
+            "data=2 tensor=1 pipeline=2 zero=1 microbatch=2",
+        ),
         ("nemotron_h", 4, sharded),
         ("nemotron_h", 2, gathered),
         ("nemotron_h_latent", 4, experts),

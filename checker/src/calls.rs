@@ -11,6 +11,7 @@
 //! Instructions that are **joined** do the same to other tensors, on one stream, wait for nothing but
 //! what the first one waits for, and none touches a byte that another one writes.
 
+use crate::memory::extent;
 use crate::report::{Report, instr_place};
 use crate::side_by_side::each;
 use ir::op::{Binary, Unary};
@@ -232,11 +233,13 @@ fn chain(of: &Of<'_>, call: &[Instruction]) -> Vec<Problem> {
     found
 }
 
-/// Bytes of a copy of a buffer.
-fn copy(role: &RoleProgram, b: BufferId, microbatch: Option<u32>) -> (Space, u64, u64) {
+/// Bytes of a copy of a buffer; none of one whose copies do not end inside of what can be addressed,
+/// which is a problem of its own.
+fn copy(role: &RoleProgram, b: BufferId, microbatch: Option<u32>) -> Option<(Space, u64, u64)> {
     let b = role.buffer(b);
+    extent(b)?;
     let start = b.offset_for(microbatch);
-    (b.space, start, start.saturating_add(b.bytes))
+    Some((b.space, start, start.saturating_add(b.bytes)))
 }
 
 /// The buffers that are written, each with one that is written or read on the same bytes in some slot.
@@ -248,8 +251,8 @@ fn overlaps(of: &Of<'_>, writes: &[BufferId], reads: &[BufferId]) -> Vec<(Buffer
     }
     let meet = |&(a, b): &(BufferId, BufferId)| {
         of.microbatches.iter().any(|&m| {
-            let (a, b) = (copy(of.role, a, m), copy(of.role, b, m));
-            a.0 == b.0 && a.1 < b.2 && b.1 < a.2
+            let both = copy(of.role, a, m).zip(copy(of.role, b, m));
+            both.is_some_and(|(a, b)| a.0 == b.0 && a.1 < b.2 && b.1 < a.2)
         })
     };
     pairs.retain(meet);
@@ -290,7 +293,7 @@ fn joined(of: &Of<'_>, call: &[Instruction]) -> Vec<Problem> {
     for &m in of.microbatches {
         let mut spans: Vec<_> = uses
             .iter()
-            .map(|&(k, b, written)| (copy(of.role, b, m), k, written))
+            .filter_map(|&(k, b, written)| Some((copy(of.role, b, m)?, k, written)))
             .collect();
         spans.sort_unstable();
         // Those that reach beyond where the next one begins.

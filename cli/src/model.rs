@@ -18,7 +18,7 @@ pub enum Model {
 }
 
 /// The accepted values of MODEL.
-pub const MODELS_ARE: &str = "a model is one that is built in (`meshwright models` lists them), a Hugging Face config.json (bloom, deepseek_v2, deepseek_v3, gemma, gemma2, gemma3_text, gpt2, gpt_neox, gpt_oss, llama, mistral, mixtral, nemotron, opt, phi3, qwen2, qwen2_moe, qwen3 or qwen3_moe), one of a wide_resnet, or its folder, or a graph in Meshwright's text form (docs/ir.md)";
+pub const MODELS_ARE: &str = "a model is one that is built in (`meshwright models` lists them), a Hugging Face config.json (bloom, deepseek_v2, deepseek_v3, gemma, gemma2, gemma3_text, gpt2, gpt_neox, gpt_oss, llama, mamba2, mistral, mixtral, nemotron, nemotron_h, opt, phi3, qwen2, qwen2_moe, qwen3 or qwen3_moe), one of a wide_resnet, or its folder, or a graph in Meshwright's text form (docs/ir.md)";
 
 /// Where a model is.
 enum Source {

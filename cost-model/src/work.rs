@@ -61,7 +61,7 @@ pub fn model_flops(training: &TrainingGraph, global_batch: u64) -> Flops {
 }
 
 /// [`model_flops`] with those of recomputed forward ops and of empty slots: what HFU counts. What a
-/// fused attention recomputes inside its own gradient counts in neither.
+/// fused attention or a scan recomputes inside its own gradient counts in neither.
 pub fn hardware_flops(training: &TrainingGraph, global_batch: u64) -> Flops {
     counted(
         training,

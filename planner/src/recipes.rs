@@ -145,13 +145,17 @@ fn data_parallel(facts: &Facts, zero: u8) -> Vec<Pins> {
     points
 }
 
-/// ZeRO-2 and ZeRO-3 over every number of whole hosts or domains that a power of two of copies
-/// leaves, the fewest copies first. Where all devices are neighbours there is one copy, as in FSDP.
+/// ZeRO-2 and ZeRO-3 over whole hosts or domains: a copy in each of them, or fewer by powers of two,
+/// the fewest copies first. Where all devices are neighbours there is one copy, as in FSDP.
 fn hybrid(facts: &Facts) -> Vec<Pins> {
     let n = facts.n_devices;
-    let inside = |copies: &u32| n / copies >= facts.neighbours.min(n);
-    let copies = powers(n.into()).filter(|c| n.is_multiple_of(*c));
-    let some: Vec<u32> = copies.take_while(inside).filter(|c| *c > 1).collect();
+    let domains = n / facts.neighbours.clamp(1, n.max(1));
+    let is_whole = |copies: &u32| *copies > 1 && domains.is_multiple_of(*copies);
+    let mut some: Vec<u32> = powers(domains.into())
+        .chain([domains])
+        .filter(is_whole)
+        .collect();
+    some.dedup();
     let some = if some.is_empty() { vec![1] } else { some };
     let mut points = Vec::new();
     for copies in some {

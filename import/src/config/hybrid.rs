@@ -82,7 +82,10 @@ pub struct HybridConfig {
     pub(crate) init_std: f64,
 }
 
-/// Fields that say how a model is run, or what transformers does not read.
+/// Fields that change no figure of a model with weights: how it is run, and what its initial values are
+/// like. Training from scratch starts from ours, which neither scale what a block adds by the number of
+/// blocks (`rescale_prenorm_residual`) nor have a least time step (`time_step_floor`). Residuals are in
+/// the compute type (`residual_in_fp32`).
 const EXECUTION: [&str; 12] = [
     "auto_map",
     "mamba_ssm_cache_dtype",

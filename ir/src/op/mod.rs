@@ -988,8 +988,8 @@ impl OpKind {
             OpKind::Input { .. } | OpKind::State { .. } | OpKind::Constant { .. }
         )
     }
-    /// True for ops that take a few operations per element: elementwise functions, norms, and
-    /// copies in another order. Running one again costs less than keeping its result.
+    /// True for ops that take a few operations per element: elementwise functions, norms, short causal
+    /// convolutions, and copies in another order. Running one again costs less than keeping its result.
     pub fn is_cheap(&self) -> bool {
         matches!(
             self,

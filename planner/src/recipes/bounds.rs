@@ -136,7 +136,8 @@ fn work_s(training: &TrainingGraph, train: &TrainSpec, cluster: &Cluster) -> f64
         return 0.0;
     }
     let work = StepWork::of(training, train);
-    let flops = work.model_flops.0 - work.hardware_attention_flops.0 / 2.0;
+    // Devices compute empty slots of experts too; nothing is recomputed yet.
+    let flops = work.hardware_flops.0 - work.hardware_attention_flops.0 / 2.0;
     let rate = peak_rate(cluster, work.dtype) * f64::from(cluster.n_devices());
     if rate > 0.0 {
         (flops / rate).max(0.0)

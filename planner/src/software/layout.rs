@@ -46,7 +46,12 @@ impl Model {
             };
             let lens = lens(forward, *output);
             values.entry(name.to_string()).or_insert(lens);
-            if let (OpKind::Attention { .. }, Some(q)) = (&op.kind, op.inputs.first()) {
+            // Operands `[B, S, heads.., width]` of attention, and of a scan over the sequence.
+            let has_heads = matches!(
+                op.kind,
+                OpKind::Attention { .. } | OpKind::StateSpace { .. }
+            );
+            if let (true, Some(q)) = (has_heads, op.inputs.first()) {
                 let dims = self::lens(forward, *q);
                 let own: u64 = dims[2.min(dims.len())..dims.len().saturating_sub(1)]
                     .iter()
@@ -77,7 +82,7 @@ impl Model {
 
     /// Names of the norms of a block.
     pub fn norms(&self) -> Vec<&'static str> {
-        let names = ["ln_1", "ln_2", "norm_1", "norm_2"].into_iter();
+        let names = ["ln_1", "ln_2", "norm_1", "norm_2", "norm"].into_iter();
         names.filter(|n| self.has(n)).collect()
     }
 
@@ -114,7 +119,10 @@ impl Model {
         };
         let samples = point.samples_beside_experts();
         let of = |op| format!("spec:h.*.moe.{op}=[{experts},{samples},{tokens},_]");
-        ["gate", "up", "down"].map(of).to_vec()
+        let ops = ["gate", "up", "down"].into_iter();
+        ops.filter(|op| self.has(&format!("moe.{op}")))
+            .map(of)
+            .collect()
     }
 
     /// Values between the matmuls of a block: whole on every tensor rank, or with sequence
@@ -132,6 +140,8 @@ impl Model {
             "ln_2",
             "norm_1",
             "norm_2",
+            "norm",
+            "residual",
             "attn.out.add_bias",
             "mlp.proj.add_bias",
             "residual_1",
@@ -171,6 +181,11 @@ impl Model {
             "attn.v_up",
             "mlp.gate",
             "mlp.up",
+            "mamba.x",
+            "mamba.z",
+            "mamba.b",
+            "mamba.c",
+            "mamba.dt",
             "moe.shared.gate",
             "moe.shared.up",
         ];

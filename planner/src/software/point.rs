@@ -259,6 +259,8 @@ impl<'a> Space<'a> {
         let experts = pins.tensor.filter(|n| *n > 1 && !self.splits_features());
         let levels = |pipeline| v.zero_levels(pipeline, 1);
         let pipeline = pins.pipeline.map(|n| n.max(1));
+        let copies = pins.replicas.filter(|n| *n > 1).zip(pins.zero);
+        let copies = copies.filter(|(_, z)| !v.copies.contains(z));
         let zero_there = pins.zero.zip(pipeline);
         let zero_there = zero_there.filter(|(z, n)| !levels(*n).contains(z));
         degree
@@ -266,6 +268,7 @@ impl<'a> Space<'a> {
                 .map(|n| format!("tensor={n} with experts, which it does not split over ranks")))
             .or(schedule)
             .or(zero.map(|z| format!("zero={z}")))
+            .or(copies.map(|(n, z)| format!("replicas={n} with zero={z}")))
             .or(zero_there.map(|(z, n)| {
                 let all: Vec<String> = levels(n).iter().map(u8::to_string).collect();
                 let with = if n > 1 { "with" } else { "without" };
@@ -389,6 +392,8 @@ impl<'a> Space<'a> {
     /// step where they can be, nothing recomputed. None where a knob has none.
     fn first(&self, shape: Point) -> Option<Point> {
         let zeros = self.zeros(&shape);
+        let copies = |z: &u8| !self.copies(&Point { zero: *z, ..shape }).is_empty();
+        let zeros: Vec<u8> = zeros.into_iter().filter(copies).collect();
         let zero = zeros.iter().find(|z| **z > 0).or(zeros.first())?;
         let mut point = Point {
             zero: *zero,
@@ -430,7 +435,8 @@ impl<'a> Space<'a> {
         let among = point.experts_among_samples();
         let fits = |n: u32| point.data.is_multiple_of(n.saturating_mul(among));
         match self.pins.replicas {
-            Some(n) if fits(n.max(1)) => vec![n.max(1)],
+            Some(0 | 1) => vec![1],
+            Some(n) if fits(n) && self.vocabulary.copies.contains(&point.zero) => vec![n],
             Some(_) => Vec::new(),
             None if !self.vocabulary.copies.contains(&point.zero) => vec![1],
             None => {
@@ -538,13 +544,14 @@ impl<'a> Space<'a> {
             ..*point
         });
         let zeros = self.zeros(point).into_iter();
-        let zeros = zeros.map(|zero| Point {
-            zero,
-            copies: match self.copies(&Point { zero, ..*point }) {
-                all if all.contains(&point.copies) => point.copies,
-                all => all.first().copied().unwrap_or(1),
-            },
-            ..*point
+        let zeros = zeros.filter_map(|zero| {
+            let all = self.copies(&Point { zero, ..*point });
+            let own = all.iter().find(|n| **n == point.copies).or(all.first());
+            own.map(|&copies| Point {
+                zero,
+                copies,
+                ..*point
+            })
         });
         let copies = around(&self.copies(point), &point.copies);
         let copies = copies.into_iter().map(|copies| Point { copies, ..*point });

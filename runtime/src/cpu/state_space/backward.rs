@@ -5,19 +5,19 @@ use super::{Operands, Piece, Scan, Steps, add, dot, each_group, scatter};
 /// Gradients of the operands, each like its operand.
 #[derive(Debug)]
 pub struct Gradients<'a> {
-    /// Of the inputs.
+    /// Gradient of the inputs.
     pub x: &'a mut [f32],
-    /// Of the time steps.
+    /// Gradient of the time steps.
     pub dt: &'a mut [f32],
-    /// Of the directions of writing.
+    /// Gradient of the directions of writing.
     pub b: &'a mut [f32],
-    /// Of the directions of reading.
+    /// Gradient of the directions of reading.
     pub c: &'a mut [f32],
-    /// Of the logarithms of the decays.
+    /// Gradient of the logarithms of the decays.
     pub a_log: &'a mut [f32],
-    /// Of the shares that pass by.
+    /// Gradient of the shares that pass by.
     pub d: &'a mut [f32],
-    /// Of the biases of the time steps.
+    /// Gradient of the biases of the time steps.
     pub dt_bias: &'a mut [f32],
 }
 
@@ -63,7 +63,7 @@ struct Part {
     own: Vec<[f64; 3]>,
 }
 
-/// What the heads of a group add up in a chunk.
+/// Sums of the heads of a group in a chunk.
 struct Shared {
     /// Gradients of the scores.
     scores: Vec<f32>,
