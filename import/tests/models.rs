@@ -153,7 +153,7 @@ fn every_model_in_the_folder_builds() {
             n += 1;
         }
     }
-    assert_eq!(n, 50);
+    assert_eq!(n, 55);
 }
 
 #[test]

@@ -263,36 +263,45 @@ fn blocks(f: &mut Fields) -> Result<Vec<Mixer>, ImportError> {
         "mlp",
         "moe",
     ];
-    let words = match f.words("layers_block_type", &WORDS)? {
-        Some(words) => Some(words),
-        None => f.words("layer_types", &WORDS)?,
+    const PATTERN: &str = "hybrid_override_pattern";
+    let (name, words) = match f.words("layers_block_type", &WORDS)? {
+        Some(words) => ("layers_block_type", Some(words)),
+        None => ("layer_types", f.words("layer_types", &WORDS)?),
     };
-    let pattern = f.string("hybrid_override_pattern")?;
-    let blocks: Vec<Mixer> = match (words, pattern) {
-        (Some(words), _) => words
-            .iter()
-            .map(|word| match *word {
-                "attention" | "full_attention" => Mixer::Attention,
-                "mlp" => Mixer::Mlp,
-                "moe" => Mixer::Experts,
-                _ => Mixer::Mamba,
-            })
-            .collect(),
-        (None, Some(pattern)) => {
-            let of = |letter| match letter {
-                'M' => Some(Mixer::Mamba),
-                '*' => Some(Mixer::Attention),
-                '-' => Some(Mixer::Mlp),
-                'E' => Some(Mixer::Experts),
-                _ => None,
-            };
-            let found: Option<Vec<Mixer>> = pattern.chars().map(of).collect();
+    let of_word = |word: &&str| match *word {
+        "attention" | "full_attention" => Mixer::Attention,
+        "mlp" => Mixer::Mlp,
+        "moe" => Mixer::Experts,
+        _ => Mixer::Mamba,
+    };
+    let listed: Option<Vec<Mixer>> = words.map(|words| words.iter().map(of_word).collect());
+    let pattern = match f.has(PATTERN) {
+        true => f.string(PATTERN)?,
+        false => None,
+    };
+    let of_letter = |letter| match letter {
+        'M' => Some(Mixer::Mamba),
+        '*' => Some(Mixer::Attention),
+        '-' => Some(Mixer::Mlp),
+        'E' => Some(Mixer::Experts),
+        _ => None,
+    };
+    let spelled = match pattern.map(|p| p.chars().map(of_letter).collect::<Option<Vec<Mixer>>>()) {
+        Some(None) => {
             let expected = "expected a letter for each layer: M (Mamba-2), * (attention), - (MLP) or E (experts)";
-            found.ok_or_else(|| f.error("hybrid_override_pattern", expected.into()))?
+            return Err(f.error(PATTERN, expected.into()));
         }
-        (None, None) => {
-            return Err(f.missing("hybrid_override_pattern", "a letter for each layer"));
+        Some(spelled) => spelled,
+        None => None,
+    };
+    let field = if listed.is_some() { name } else { PATTERN };
+    let blocks = match (listed, spelled) {
+        (Some(listed), Some(spelled)) if listed != spelled => {
+            let problem = "the two list other layers; leave one of them out".to_string();
+            return Err(f.contradiction(name, PATTERN, problem));
         }
+        (Some(blocks), _) | (None, Some(blocks)) => blocks,
+        (None, None) => return Err(f.missing(PATTERN, "a letter for each layer")),
     };
     let n = blocks.len() as u64;
     if !LAYERS.contains(&n) {
@@ -301,13 +310,13 @@ fn blocks(f: &mut Fields) -> Result<Vec<Mixer>, ImportError> {
             LAYERS.start(),
             LAYERS.end()
         );
-        return Err(f.error("hybrid_override_pattern", problem));
+        return Err(f.error(field, problem));
     }
     if let Some(layers) = f.integer("num_hidden_layers", LAYERS)?
         && layers != n
     {
-        let problem = format!("{n} letters of {layers} layers");
-        return Err(f.contradiction("hybrid_override_pattern", "num_hidden_layers", problem));
+        let problem = format!("{n} layers are listed, of {layers}");
+        return Err(f.contradiction(field, "num_hidden_layers", problem));
     }
     Ok(blocks)
 }

@@ -171,7 +171,7 @@ struct ChannelFactors {
 }
 
 impl Builder {
-    /// Of channels in several dims all but the last are split: a head's elements stay together.
+    /// Channels in several dims are split in all but the last one: a head's elements stay together.
     fn conv_factors_of(&mut self, x: &TensorType, w: &TensorType) -> ChannelFactors {
         let d = &x.shape.0;
         let (samples, s) = (self.factor(d[0], true), self.whole(d[1]));

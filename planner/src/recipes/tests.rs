@@ -237,7 +237,9 @@ fn every_recipe_plans_a_small_model_under_its_pins() {
                 let axis = stage.mesh.axes.iter().find(|a| a.name == name);
                 axis.map(|a| a.size)
             };
-            assert_eq!(size("data"), Some(data), "{recipe:?}");
+            let copies = size("replica").unwrap_or(1);
+            assert_eq!(size("data"), Some(data / copies), "{recipe:?}");
+            assert_eq!(found.pins.replicas.unwrap_or(1), copies, "{recipe:?}");
             assert_eq!(size("tensor"), found.pins.tensor, "{recipe:?}");
         }
         let stages = found.pins.pipeline.unwrap() * found.pins.virtual_stages.unwrap_or(1);
