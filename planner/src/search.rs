@@ -147,6 +147,17 @@ pub(crate) fn plan(
     let least = objectives.min_by(|a, b| a.0.total_cmp(&b.0));
     let own = made.plan.proof.objective_s.0;
     made.plan.proof.least_objective_s = least.filter(|least| least.0 < own * (1.0 - LESS));
+    // Plans outside of the space that was bounded may cost less: those of wide shapes, and those
+    // whose calls were assumed to be apart.
+    let proof = &mut made.plan.proof;
+    if let Some(least) = least.filter(|least| least.0 < proof.lower_bound_s.0) {
+        proof.lower_bound_s = least;
+        proof.gap = if own > 0.0 {
+            (own - least.0) / own
+        } else {
+            0.0
+        };
+    }
     made.stats.notes.extend(layered.note);
     if let Some(space) = space.filter(|_| !tried.is_empty()) {
         made.plan.proof.space = space + &orders::spaces(&tried);
