@@ -163,11 +163,14 @@ mod tests {
         );
         let grouped = of("Megatron-Core,7168,128,bf16,moe256top8,DeepSeekV3,");
         assert_eq!(grouped, "kv_heads=128");
-        let said = of("Megatron-Core,,,bf16,,Nemotron_3_Nano,");
-        assert!(said.contains("state-space layers"), "{said}");
+        let built_in = of("Megatron-Core,,,bf16,,Nemotron_3_Nano,");
+        let config = "built_in_config=nemotron-3-nano-30b-a3b";
+        assert!(built_in.contains(config), "{built_in}");
+        let said = of("Megatron-Core,,,bf16,,DeepSeek_V4,");
+        assert!(said.contains("compressed sparse attention"), "{said}");
         // A row that states its shape says what is to be predicted.
         assert_eq!(
-            of("Megatron-Core,7168,128,bf16,swiglu,Nemotron_3_Nano,"),
+            of("Megatron-Core,7168,128,bf16,swiglu,DeepSeek_V4,"),
             "kv_heads=128"
         );
     }
