@@ -126,8 +126,8 @@ pub struct CompileArgs {
     pub ranks: Option<u32>,
     /// Fix a choice before the search: data=N, replicas=N (HSDP), expert=N, context=N,
     /// context_order=zigzag|natural, context_attention=gather|ulysses|ring, tensor=N, pipeline=N,
-    /// zero=0..3, microbatch=N, split=5/4/4/5, schedule=NAME (1f1b, gpipe, ...), virtual=N (interleaved 1F1B, N stages on
-    /// each mesh; needs pipeline=P; virtual=1 forbids interleaving),
+    /// zero=0..3, microbatch=N, split=5/4/4/5, schedule=NAME (1f1b, gpipe, ...), virtual=N
+    /// (interleaved 1F1B, N stages on each mesh; needs pipeline=P; virtual=1 forbids interleaving),
     /// recompute=none|full|selective, recompute:OP=yes|no, spec:TENSOR=[axes,...]; may be
     /// repeated.
     #[arg(long = "pin", value_name = "KEY=VALUE")]

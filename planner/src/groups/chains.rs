@@ -59,6 +59,30 @@ impl Chains {
     }
 }
 
+impl Chains {
+    /// Those of a graph that recomputes more than the first one: what both have is priced as in the
+    /// first, which keeps more for the backward pass. So recomputing never costs less by these prices,
+    /// and the first graph bounds the others.
+    pub(crate) fn of_variant(
+        training: &TrainingGraph,
+        (first, of_first): (&TrainingGraph, &Chains),
+    ) -> Chains {
+        let own = Chains::new(training);
+        let known = of_first.0.iter();
+        let known: FxHashMap<&str, Chained> = known
+            .map(|(id, chained)| (first.graph.op(*id).path.as_str(), *chained))
+            .collect();
+        let chained = training.graph.iter().filter_map(|(id, op)| {
+            let of = match op.pass {
+                Pass::Recompute => own.0.get(&id),
+                _ => known.get(op.path.as_str()),
+            };
+            Some((id, *of?))
+        });
+        Chains(chained.collect())
+    }
+}
+
 /// Whether two ops are played in one slot, for one layer.
 fn are_together(a: &Op, b: &Op) -> bool {
     let is_forward = |op: &Op| op.pass == Pass::F;

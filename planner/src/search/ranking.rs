@@ -682,8 +682,8 @@ impl Search<'_> {
                 "logical meshes of axes {}",
                 self.pins.axis_names().join(", ")
             ),
-            false if mixed => "one- and two-axis logical meshes".into(),
-            false => "one- and two-axis logical meshes (several in one pipeline only where each could alone be as good)".into(),
+            false if mixed => "one- and two-axis logical meshes, the second axis inside hosts".into(),
+            false => "one- and two-axis logical meshes, the second axis inside hosts (several in one pipeline only where each could alone be as good)".into(),
         };
         let mut sizes: Vec<u32> = self.submeshes.iter().map(|s| s.n_devices).collect();
         sizes.sort_unstable();

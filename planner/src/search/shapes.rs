@@ -27,16 +27,16 @@ pub(super) struct Shape {
 }
 
 impl Search<'_> {
-    /// The shapes that every pipeline may have: all but the wide ones, with the same numbers.
-    pub(super) fn narrow_shapes(&self, batch: u64) -> Vec<Shape> {
-        let mut shapes = self.shapes(batch);
-        shapes.retain(|s| !s.is_wide);
+    /// Logical shapes of every submesh that suit a microbatch of `batch` samples, with the wide ones of
+    /// the whole cluster behind those that every pipeline may have.
+    pub(super) fn shapes(&self, batch: u64) -> Vec<Shape> {
+        let mut shapes = self.narrow_shapes(batch);
+        shapes.extend(self.wide_shapes());
         shapes
     }
 
-    /// Logical shapes of every submesh that suit a microbatch of `batch` samples; wide ones of the
-    /// whole cluster come last.
-    pub(super) fn shapes(&self, batch: u64) -> Vec<Shape> {
+    /// Those of them that every pipeline may have.
+    pub(super) fn narrow_shapes(&self, batch: u64) -> Vec<Shape> {
         let mut shapes = Vec::new();
         for (submesh, at) in self.submeshes.iter().enumerate() {
             let n = at.n_devices;
@@ -71,7 +71,6 @@ impl Search<'_> {
                 }));
             }
         }
-        shapes.extend(self.wide_shapes());
         shapes
     }
 

@@ -65,11 +65,17 @@ pub(super) fn variants(kept: TrainingGraph, pins: &Pins) -> Result<Vec<Variant>,
             false => recompute(&kept, chosen).map_err(|e| PlanError::Input(e.to_string()))?,
         });
     }
+    let first_chains = Chains::new(&trainings[0]);
+    let of_first = (&trainings[0], &first_chains);
+    let chains: Vec<Chains> = trainings
+        .iter()
+        .map(|training| Chains::of_variant(training, of_first))
+        .collect();
     let layers: Vec<Layers> = trainings.iter().map(|t| layers_of(t, pins)).collect();
     let (kind, first) = common(&layers);
     let chosen = all.iter().zip(&ops);
-    let variants = trainings.into_iter().zip(layers).zip(chosen);
-    let variants = variants.map(|((training, layers), (chosen, own))| {
+    let variants = trainings.into_iter().zip(chains).zip(layers).zip(chosen);
+    let variants = variants.map(|(((training, chains), layers), (chosen, own))| {
         let differs = first.iter().map(|l| own[l.index()] != ops[0][l.index()]);
         Variant {
             keeps_all: chosen.is_empty(),
@@ -78,7 +84,7 @@ pub(super) fn variants(kept: TrainingGraph, pins: &Pins) -> Result<Vec<Variant>,
             buckets: Buckets::new(&training),
             of_parameters: made_of_parameters(&training.graph),
             index: Index::new(&training),
-            chains: Chains::new(&training),
+            chains,
             layers: Layers {
                 ops: layers.ops,
                 kind: kind.clone(),
