@@ -195,6 +195,15 @@ fn torchtitan_says_its_model_and_degrees() {
         job("l.toml", &eager, &[]).unwrap().job.version.as_deref(),
         Some("2024-eager")
     );
+    let replicate = "data_parallel_replicate_degree = 1";
+    let hybrid = TITAN.replace(replicate, "data_parallel_replicate_degree = 4");
+    let hybrid = job("l.toml", &hybrid, &[]).unwrap();
+    assert_eq!((hybrid.job.copies, hybrid.job.zero), (4, 3));
+    let unmodelled = names(&hybrid, NoteKind::NotModelled);
+    assert!(
+        unmodelled.iter().all(|n| !n.contains("replicate")),
+        "{unmodelled:?}"
+    );
     let other = TITAN.replace("flavor = \"8B\"", "flavor = \"9B\"");
     assert!(matches!(
         job("l.toml", &other, &[]).unwrap().job.model,

@@ -200,6 +200,42 @@ fn space_of(framework: Framework, pins: &Pins, check: impl FnOnce(&Space<'_>)) {
 }
 
 #[test]
+fn copies_go_with_the_levels_that_have_them() {
+    let copies = |framework, pins: &[&str]| {
+        let mut found = Vec::new();
+        space_of(framework, &Pins::parse(pins).unwrap(), |space| {
+            let shapes = space.shapes();
+            let plain = shapes.iter().filter(|p| p.data == 16 && p.tensor == 1);
+            let at = |zero| plain.clone().next().map(|p| super::Point { zero, ..*p });
+            found = [1, 3].map(|z| at(z).map(|p| space.copies(&p))).to_vec();
+        });
+        found
+    };
+    // Two hosts of eight devices have a copy each at most.
+    let (one, both) = (Some(vec![1]), Some(vec![1, 2]));
+    assert_eq!(
+        copies(Framework::TorchTitan, &[]),
+        [both.clone(), both.clone()]
+    );
+    assert_eq!(copies(Framework::MegatronCore, &[]), [both, one.clone()]);
+    assert_eq!(copies(Framework::DeepSpeed, &[]), [one.clone(), one]);
+    // What is pinned is no less bound to them.
+    assert_eq!(
+        copies(Framework::MegatronCore, &["replicas=4"]),
+        [Some(vec![4]), Some(vec![])]
+    );
+    let graph = forward("llama-3.1-8b", 4096);
+    let model = Model::of(&graph).unwrap();
+    let facts = Facts::of(&graph, &train(64, 4096), &cluster());
+    let own = (Framework::MegatronCore, Split::Balanced);
+    let pins = Pins::parse(&["replicas=2", "zero=3"]).unwrap();
+    let refused = Space::new(own, &model, &facts, &pins)
+        .unwrap_err()
+        .to_string();
+    assert!(refused.contains("replicas=2 with zero=3"), "{refused}");
+}
+
+#[test]
 fn points_multiply_to_the_devices_and_keep_to_the_pins() {
     space_of(Framework::MegatronCore, &Pins::default(), |space| {
         let shapes = space.shapes();
