@@ -572,13 +572,13 @@ fn state_spaces_are_computed_under_any_plan() {
         state_spaces: true,
         ..GENERAL
     };
-    cases(130_000, 20, 200, |seed| {
+    cases(130_000, 20, 60, |seed| {
         Problem::new(seed, options, Precision::F32).holds(Style::Any, SINGLE)
     });
-    cases(140_000, 10, 100, |seed| {
+    cases(140_000, 10, 30, |seed| {
         Problem::new(seed, options, Precision::F32).holds(Style::Zero, SINGLE)
     });
-    cases(150_000, 10, 80, |seed| {
+    cases(150_000, 10, 30, |seed| {
         Problem::new(seed, options, Precision::F32).holds(Style::Moves, Equal::InEveryBit)
     });
 }

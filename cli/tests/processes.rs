@@ -788,19 +788,22 @@ fn no_step_is_lost_where_replicas_have_the_states() {
 /// why.
 #[test]
 fn states_that_one_rank_had_alone_are_taken_from_the_checkpoint() {
-    // Killed right behind a checkpoint a run loses no step; not every time.
+    // Killed right behind a checkpoint a run loses no step, and killed while ranks gather what they
+    // updated it finds none at a step's states; not every time.
     let mut tries = (0..8).map(|_| states_of_one_rank());
-    assert!(tries.any(|lost| lost), "no run lost a step");
+    assert!(tries.any(|lost| lost), "no run lost a step of states that one rank had alone");
 }
 
-/// Whether the run lost a step.
+/// Whether the run lost a step, for want of states that the lost rank had alone.
 fn states_of_one_rank() -> bool {
     let place = Place::new();
     let words = lose_one_of_two(&place, "zero=1", "10");
-    let why = "do not have all states in memory, as of `moment1.";
+    let why = "do not have all states in memory, as ";
     assert!(words.contains(why), "{words}");
+    let is_alone = words.contains("all states in memory, as of `moment1.")
+        && words.contains("there was a part with rank1 and nowhere else");
     assert!(
-        words.contains("there was a part with rank1 and nowhere else"),
+        is_alone || words.contains("those that are left were between two steps' states"),
         "{words}"
     );
     assert!(
@@ -830,7 +833,7 @@ fn states_of_one_rank() -> bool {
             "{flat}"
         );
     }
-    has_lost
+    has_lost && is_alone
 }
 
 /// Process 0 is killed while another one that it started has not joined yet, and so has no connection
