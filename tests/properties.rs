@@ -494,41 +494,41 @@ fn axes(rng: &mut Rng) -> Vec<u32> {
 
 #[test]
 fn integer_graphs_are_computed_exactly_under_any_plan() {
-    cases(0, 40, 600, |seed| {
+    cases(0, 40, 300, |seed| {
         Problem::new(seed, INTEGER, Precision::F32).holds(Style::Any, Equal::Exactly)
     });
 }
 
 #[test]
 fn integer_graphs_are_computed_exactly_under_zero() {
-    cases(10_000, 30, 320, |seed| {
+    cases(10_000, 30, 200, |seed| {
         Problem::new(seed, INTEGER, Precision::F32).holds(Style::Zero, Equal::Exactly)
     });
 }
 
 #[test]
 fn general_graphs_are_computed_under_any_plan() {
-    cases(20_000, 40, 400, |seed| {
+    cases(20_000, 40, 240, |seed| {
         Problem::new(seed, GENERAL, Precision::F32).holds(Style::Any, SINGLE)
     });
 }
 
 #[test]
 fn general_graphs_are_computed_under_zero() {
-    cases(30_000, 20, 320, |seed| {
+    cases(30_000, 20, 200, |seed| {
         Problem::new(seed, GENERAL, Precision::F32).holds(Style::Zero, SINGLE)
     });
 }
 
 #[test]
 fn mixtures_of_experts_are_computed_under_any_plan() {
-    cases(70_000, 40, 200, |seed| {
+    cases(70_000, 40, 120, |seed| {
         Problem::new(seed, EXPERTS, Precision::F32).holds(Style::Any, SINGLE)
     });
-    cases(80_000, 20, 100, |seed| {
+    cases(80_000, 20, 60, |seed| {
         Problem::new(seed, EXPERTS, Precision::F32).holds(Style::Zero, SINGLE)
     });
-    cases(90_000, 20, 80, |seed| {
+    cases(90_000, 20, 50, |seed| {
         Problem::new(seed, EXPERTS, Precision::F32).holds(Style::Moves, Equal::InEveryBit)
     });
 }
@@ -544,7 +544,7 @@ fn inference_is_computed_under_any_plan() {
         tolerance: 0.01,
         floor: 0.5,
     };
-    cases(100_000, 20, 200, |seed| {
+    cases(100_000, 20, 120, |seed| {
         let problem = |options, precision| Problem::new(seed, options, precision).of_inference();
         problem(INTEGER, Precision::F32).holds(Style::Any, Equal::Exactly);
         problem(general, Precision::F32).holds(Style::Any, SINGLE);
@@ -555,13 +555,13 @@ fn inference_is_computed_under_any_plan() {
 
 #[test]
 fn convolutions_are_computed_under_any_plan() {
-    cases(100_000, 40, 200, |seed| {
+    cases(100_000, 40, 120, |seed| {
         Problem::new(seed, IMAGES, Precision::F32).holds(Style::Any, SINGLE)
     });
-    cases(110_000, 20, 100, |seed| {
+    cases(110_000, 20, 60, |seed| {
         Problem::new(seed, IMAGES, Precision::F32).holds(Style::Zero, SINGLE)
     });
-    cases(120_000, 20, 80, |seed| {
+    cases(120_000, 20, 50, |seed| {
         Problem::new(seed, IMAGES, Precision::F32).holds(Style::Moves, Equal::InEveryBit)
     });
 }
@@ -585,7 +585,7 @@ fn state_spaces_are_computed_under_any_plan() {
 
 #[test]
 fn moving_data_changes_no_bit() {
-    cases(40_000, 30, 400, |seed| {
+    cases(40_000, 30, 240, |seed| {
         Problem::new(seed, GENERAL, Precision::F32).holds(Style::Moves, Equal::InEveryBit)
     });
 }
@@ -611,7 +611,7 @@ fn half_precision_is_near_under_any_plan() {
 /// Plans that the search chooses, with and without room in memory.
 #[test]
 fn chosen_plans_compute_what_the_reference_does() {
-    cases(60_000, 12, 80, |seed| {
+    cases(60_000, 12, 50, |seed| {
         let mut rng = Rng::new(seed);
         let integer = rng.one_in(2);
         let (options, equal) = match (integer, seed % 3) {

@@ -791,7 +791,10 @@ fn states_that_one_rank_had_alone_are_taken_from_the_checkpoint() {
     // Killed right behind a checkpoint a run loses no step, and killed while ranks gather what they
     // updated it finds none at a step's states; not every time.
     let mut tries = (0..8).map(|_| states_of_one_rank());
-    assert!(tries.any(|lost| lost), "no run lost a step of states that one rank had alone");
+    assert!(
+        tries.any(|lost| lost),
+        "no run lost a step of states that one rank had alone"
+    );
 }
 
 /// Whether the run lost a step, for want of states that the lost rank had alone.

@@ -66,11 +66,10 @@ fn the_fastest_is_no_slower_than_what_a_tolerance_takes() {
         made.plan.predicted.step_time_s.0
     };
     let fastest = step_s(0.0);
-    for tolerance in [0.01, 0.1] {
-        let simpler = step_s(tolerance);
-        assert!(fastest <= simpler, "{fastest} s, {simpler} s");
-        assert!(simpler <= (1.0 + tolerance) * fastest);
-    }
+    let tolerance = 0.1;
+    let simpler = step_s(tolerance);
+    assert!(fastest <= simpler, "{fastest} s, {simpler} s");
+    assert!(simpler <= (1.0 + tolerance) * fastest);
 }
 
 /// All that is reduced at the step's end hides behind the backward pass of a single microbatch. The

@@ -738,16 +738,22 @@ pub fn stage_table(p: &Prediction, schedule: ScheduleKind) -> String {
 /// Columns of the stages' table that are bytes.
 const N_MEMORY: usize = 6;
 
-/// Explains the gap, and how the simulated step differs from the objective, a line each.
+/// Explains the gaps, and how the simulated step differs from the plan's objective, a line each.
 fn gap(plan: &Plan) -> String {
     let p = &plan.proof;
-    let of_gap = match p.gap > 5e-4 {
-        false => "no pipeline of that space is better by more than 0.05%".to_string(),
-        true => format!(
-            "by the objective no pipeline of that space is better by more than {}; the step itself is not bounded by it",
-            percent(p.gap)
-        ),
+    let than_which = match p.least_objective_s {
+        Some(_) => "better than the least one found",
+        None => "better",
     };
+    let least = p.least_objective_s.unwrap_or(p.objective_s).0;
+    let share = (least - p.lower_bound_s.0) / least.max(f64::MIN_POSITIVE);
+    let share = match share > 5e-4 {
+        false => "0.05%".to_string(),
+        true => percent(share),
+    };
+    let of_gap = format!(
+        "by the objective no pipeline of that space is {than_which} by more than {share}; the step itself is not bounded by it"
+    );
     let (simulated, objective) = (plan.predicted.step_time_s.0, p.objective_s.0);
     let off = (simulated - objective) / objective.max(f64::MIN_POSITIVE);
     let than = match off {
@@ -779,28 +785,36 @@ fn equal_runs(stages: &[StageProof]) -> Vec<(usize, usize)> {
     runs
 }
 
-/// The words about the least objective that was found, where it is another plan's: in the first
-/// line, and why that plan was not taken.
-fn least_found(plan: &Plan) -> (String, String) {
+/// The first line of a proof: the least objective that was found, its bound and their gap, and beside
+/// it the plan's own objective where that is another one's.
+fn least_found(plan: &Plan) -> String {
     let p = &plan.proof;
-    let Some(least) = p.least_objective_s else {
-        return Default::default();
-    };
+    let own = p.objective_s;
+    let least = p.least_objective_s.unwrap_or(own);
     let gap = (least.0 - p.lower_bound_s.0) / least.0.max(f64::MIN_POSITIVE);
-    let gap = percent(gap.max(0.0));
-    (
-        format!("; least found {least}, gap {gap}"),
-        format!(
-            "\n  least objective found: {least}, {gap} above its lower bound at most; by simulation that plan takes longer, or is less simple and hardly faster"
-        ),
-    )
+    let mut w = format!(
+        "Proof: objective {least} (stages' times added up), lower bound of the objective {}, gap {} over {}",
+        p.lower_bound_s,
+        percent(gap.max(0.0)),
+        counted(p.candidates, "candidate"),
+    );
+    if p.stopped {
+        w += ", ended early";
+    }
+    if p.least_objective_s.is_some() {
+        w += &format!(
+            "; the plan that is taken has {own}, gap {}, and is faster by simulation, or simpler and hardly slower",
+            percent(p.gap)
+        );
+    }
+    w
 }
 
 /// Says that the step is predicted below the bound of the objective, where it is: the bound proves
 /// nothing about the step.
 fn predicted_below(plan: &Plan) -> &'static str {
     match plan.predicted.step_time_s.0 < plan.proof.lower_bound_s.0 {
-        true => "; the predicted step is below it, as the objective knows no overlap",
+        true => "; the predicted step is below the bound, as the objective knows no overlap",
         false => "",
     }
 }
@@ -822,15 +836,8 @@ fn proof(plan: &Plan) -> String {
             if p.candidates == 1 { "was" } else { "were" },
         );
     }
-    let (least, of_least) = least_found(plan);
-    let below = predicted_below(plan);
-    let mut w = format!(
-        "Proof: objective {} (stages' times added up), lower bound of the objective {}, gap {} over {}{state}{least}{below}\n  space: {space}{of_least}",
-        p.objective_s,
-        p.lower_bound_s,
-        percent(p.gap),
-        counted(p.candidates, "candidate"),
-    );
+    let (first, below) = (least_found(plan), predicted_below(plan));
+    let mut w = format!("{first}{below}\n  space: {space}");
     if plan.cluster.pool.is_some() {
         w += "\n  objective: the sum of the stages' times or, if that is longer, the time that the shared processors need for the work of all ranks";
     }
