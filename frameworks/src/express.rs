@@ -166,8 +166,8 @@ const MEGATRON: Vocabulary = Vocabulary {
     // Above 1 it is Megatron-FSDP, which has no pipeline.
     zero: &[0, 1, 2, 3],
     zero_in_pipeline: &[0, 1],
-    // Instances of the distributed optimizer.
-    copies: &[1],
+    // Instances of the distributed optimizer; those of Megatron-FSDP are its outer data ranks.
+    copies: &[1, 2, 3],
     splits_states_over_context: false,
     sequence_parallel: SequenceParallel::Optional,
     recompute: &[

@@ -161,18 +161,20 @@ impl Prices<'_> {
             .iter()
             .map(|i| self.wire_bytes(kind, i))
             .fold(0u64, u64::saturating_add);
+        let at_once = self.software.copies_meet_at_once;
+        if at_once && template == TemplateKind::StepEnd && self.is_over_copies(kind, axes) {
+            return 0.0;
+        }
         // Updated parameters reach the others by a broadcast from each member.
         let once = matches!(template, TemplateKind::StepBegin | TemplateKind::StepEnd);
         let broadcasts =
             self.software.broadcast_updates && once && kind == CollectiveKind::AllGather;
         let copies = self.copies.filter(|_| kind == CollectiveKind::AllToAll);
-        let (cluster, mesh) = (self.cluster, &self.role.mesh);
-        let groups = self.groups.entry(axes.to_vec()).or_insert_with(|| {
-            let kinds = kinds_of_group(cluster, mesh, axes).into_iter();
-            kinds
-                .map(|rank| Group::of_rank(cluster, mesh, axes, rank))
-                .collect()
-        });
+        let meeting = match at_once && template.is_backward() {
+            true => self.meeting_of_copies(kind, axes, items),
+            false => 0.0,
+        };
+        let groups = self.groups_of(axes);
         let seconds = |group: &Group<'_>| match copies {
             _ if broadcasts => {
                 let n = group.n_members();
@@ -181,11 +183,60 @@ impl Prices<'_> {
             Some(copies) => group.dispatch_time(bytes, copies).0,
             None => group.time(kind, bytes).0,
         };
-        copied + groups.iter().map(seconds).fold(0.0, f64::max)
+        copied + meeting + groups.iter().map(seconds).fold(0.0, f64::max)
+    }
+
+    fn groups_of(&mut self, axes: &[AxisId]) -> &[Group<'_>] {
+        let (cluster, mesh) = (self.cluster, &self.role.mesh);
+        self.groups.entry(axes.to_vec()).or_insert_with(|| {
+            let kinds = kinds_of_group(cluster, mesh, axes).into_iter();
+            kinds
+                .map(|rank| Group::of_rank(cluster, mesh, axes, rank))
+                .collect()
+        })
+    }
+
+    /// Whether gradients meet those of copies of the same states, and nothing else.
+    fn is_over_copies(&self, kind: CollectiveKind, axes: &[AxisId]) -> bool {
+        let is_copy = |a: &AxisId| self.role.mesh.name(*a) == "replica";
+        matches!(kind, CollectiveKind::AllReduce(_)) && axes.iter().all(is_copy)
+    }
+
+    /// Seconds in which the results of a reduction of gradients meet those of the copies, right behind
+    /// it; 0 where there are none.
+    fn meeting_of_copies(
+        &mut self,
+        kind: CollectiveKind,
+        axes: &[AxisId],
+        items: &[CollectiveItem],
+    ) -> f64 {
+        let mesh = &self.role.mesh;
+        let CollectiveKind::ReduceScatter(reduction) = kind else {
+            return 0.0;
+        };
+        let is_copy = |a: &AxisId| mesh.name(*a) == "replica" && mesh.size(*a) > 1;
+        let copies = mesh.axis_ids().find(is_copy);
+        let is_data = axes.iter().any(|a| mesh.name(*a) == "data");
+        let Some(copies) = copies.filter(|_| is_data) else {
+            return 0.0;
+        };
+        let kind = CollectiveKind::AllReduce(reduction);
+        let element = |i: &CollectiveItem| {
+            let dtype = self.role.buffer(i.output).dtype;
+            let sent = self.software.gradient_dtype.unwrap_or(dtype);
+            self.bytes(i.output) / dtype.bytes() * sent.bytes()
+        };
+        let bytes = items.iter().map(element).fold(0u64, u64::saturating_add);
+        let groups = self.groups_of(&[copies]).iter();
+        groups.map(|g| g.time(kind, bytes).0).fold(0.0, f64::max)
     }
 
     /// Bytes of a collective's item; sums in f32 travel in the software's type for gradients,
     /// operands of matmuls perhaps in the matmuls' type.
+    ///
+    /// Gradients that are reduced in every microbatch (ZeRO 2 and 3) travel as the program has them,
+    /// also where software casts them to f32 before: programs of other software keep no memory for
+    /// such reductions to go on beside kernels, so that their time would be counted twice over.
     fn wire_bytes(&self, kind: CollectiveKind, item: &CollectiveItem) -> u64 {
         let bytes = self.bytes(item.input).max(self.bytes(item.output));
         let dtype = self.role.buffer(item.input).dtype;

@@ -97,6 +97,9 @@ pub struct Software {
     pub broadcast_updates: bool,
     /// Element type in which sums of gradients travel, where it is not that of the sums.
     pub gradient_dtype: Option<DType>,
+    /// Whether gradients of states with copies (HSDP) meet those of the copies after every microbatch,
+    /// each right behind its reduction over the ranks that the states are split over, not once a step.
+    pub copies_meet_at_once: bool,
     /// Element type in which gradients are summed over the microbatches of a step, where it is
     /// not that of the program's sums.
     pub sum_dtype: Option<DType>,
@@ -220,6 +223,7 @@ impl Software {
             recomputes_to_the_end: false,
             broadcast_updates: false,
             gradient_dtype: None,
+            copies_meet_at_once: false,
             sum_dtype: None,
             fused_gradient_sums: false,
             memory: None,

@@ -5,7 +5,7 @@ use crate::{Software, execute};
 use cost_model::StepWork;
 use cost_model::simulate::{SimulateOptions, Simulation, simulate};
 use ir::cluster::Cluster;
-use ir::program::{BufferClass, InstrKind, Program, Slot, Template, TemplateKind};
+use ir::program::{BufferClass, InstrKind, Program, Slot, Stream, Template, TemplateKind};
 use ir::{BufferId, DType, Flops, TemplateId};
 
 const NS: f64 = 1e-9;
@@ -413,4 +413,101 @@ fn kernels_wait_for_gradients_that_are_not_reduced_beside_them() {
     };
     assert!(close(seconds(true), (100.0 + 400.0) * NS));
     assert!(close(seconds(false), (100.0 + 400.0 + 300.0) * NS));
+}
+
+/// A role of two copies of states that are split over two ranks: two microbatches whose gradient of 4000
+/// elements in two bytes is scattered over the two, and a sum of the 2000 over the copies at the end.
+fn with_copies() -> Program {
+    use ir::collective::CollectiveKind;
+    use ir::mesh::{Axis, DeviceMesh};
+    use ir::program::CollectiveItem;
+    use ir::reshard::LayoutStep;
+    use ir::sharding::ReduceKind;
+    let mut r = role(0, 0, 4);
+    let axis = |name: &str| Axis {
+        name: name.into(),
+        size: 2,
+    };
+    let devices = DeviceMesh {
+        first_rank: ir::Rank(0),
+        n_devices: 4,
+    };
+    let axes = vec![axis("replica"), axis("data")];
+    r.mesh = ir::LogicalMesh::new(devices, axes).unwrap();
+    let [copies, data] = [ir::AxisId(0), ir::AxisId(1)];
+    let narrow = |elements: u64| {
+        let mut made = buffer("g", BufferClass::Transient, &[elements]);
+        (made.dtype, made.bytes) = (DType::Bf16, 2 * elements);
+        made
+    };
+    r.buffers = vec![narrow(4000), narrow(2000)];
+    r.buffers[1].class = BufferClass::Step;
+    let collective = |kind, axis, step, [input, output]: [u32; 2]| InstrKind::Collective {
+        kind,
+        axes: vec![axis],
+        items: vec![CollectiveItem {
+            step,
+            input: BufferId(input),
+            output: BufferId(output),
+        }],
+    };
+    let scatter = collective(
+        CollectiveKind::ReduceScatter(ReduceKind::Sum),
+        data,
+        LayoutStep::ReduceScatter {
+            axis: data,
+            dim: 0,
+            unit: 1,
+        },
+        [0, 1],
+    );
+    let meet = collective(
+        CollectiveKind::AllReduce(ReduceKind::Sum),
+        copies,
+        LayoutStep::AllReduce { axes: vec![copies] },
+        [1, 1],
+    );
+    // Each group has a queue of its own.
+    r.streams.push(Stream::Communicator { axes: vec![copies] });
+    let of = |kind, instruction, stream| Template {
+        kind,
+        chunk: 0,
+        instructions: vec![instr(instruction, stream, &[])],
+    };
+    r.templates = vec![
+        of(TemplateKind::Backward, scatter, COLLECTIVES),
+        of(TemplateKind::StepEnd, meet, ir::StreamId(3)),
+    ];
+    let slot = |template: u32, microbatch| Slot {
+        template: TemplateId(template),
+        microbatch,
+    };
+    r.trace = vec![slot(0, Some(0)), slot(0, Some(1)), slot(1, None)];
+    lowering::set_events(&mut r);
+    Program {
+        roles: vec![r],
+        transfers: vec![],
+        n_microbatches: 2,
+        microbatch: 1,
+        route: ir::schedule::Route::Ring,
+    }
+}
+
+#[test]
+fn copies_of_states_may_meet_in_every_microbatch() {
+    let program = with_copies();
+    let step_s = |sent: Option<DType>, at_once: bool| {
+        let change = |s: &mut Software| {
+            (s.gradient_dtype, s.copies_meet_at_once) = (sent, at_once);
+        };
+        play(&program, &cluster(4), change, true).step_time.0
+    };
+    // Over two ranks at 1 B/ns a scatter of n bytes takes n / 2 ns, a sum n ns.
+    let once = step_s(None, false);
+    assert!(close(once, (2.0 * 4000.0 + 4000.0) * NS), "{once}");
+    // Behind each scatter its half meets that of the copies, in the type of gradients.
+    let narrow = step_s(Some(DType::Bf16), true);
+    assert!(close(narrow, 2.0 * (4000.0 + 4000.0) * NS), "{narrow}");
+    let wide = step_s(Some(DType::F32), true);
+    assert!(close(wide, 2.0 * (4000.0 + 8000.0) * NS), "{wide}");
 }

@@ -215,6 +215,34 @@ fn torchtitan_says_its_model_and_degrees() {
     assert_eq!(e.line, Some(1));
 }
 
+/// Instances are those of the distributed optimizer or of Megatron-FSDP, and divide the data ranks.
+#[test]
+fn instances_of_megatron_are_copies_of_states() {
+    let with = |flags: &str| job("job.sbatch", &SLURM.replace("--swiglu", flags), &[]);
+    let one = with("--swiglu --num-distributed-optimizer-instances 2").unwrap();
+    assert_eq!(
+        (one.job.copies, one.job.zero, one.job.data),
+        (2, 1, Some(2))
+    );
+    let e = with("--swiglu --num-distributed-optimizer-instances 3").unwrap_err();
+    assert!(
+        e.problem.contains("3 instances do not divide 2 data ranks"),
+        "{e}"
+    );
+    assert!(e.line.is_some());
+    let fsdp = "--swiglu --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params \
+                --num-distributed-optimizer-instances 4";
+    let sharded = SLURM.replace("PP=4", "PP=1").replace("--swiglu", fsdp);
+    let sharded = sharded.replace("    --num-layers-per-virtual-pipeline-stage 5\n", "");
+    let reading = job("job.sbatch", &sharded, &[]).unwrap();
+    assert_eq!((reading.job.copies, reading.job.zero), (4, 3));
+    let unmodelled = names(&reading, NoteKind::NotModelled);
+    assert!(
+        unmodelled.iter().all(|n| !n.contains("instances")),
+        "{unmodelled:?}"
+    );
+}
+
 #[test]
 fn deepspeed_says_its_stage_and_batch() {
     let reading = job("ds.json", DEEPSPEED, &[]).unwrap();

@@ -198,6 +198,9 @@ pub struct Generation {
     pub broadcast_updates: bool,
     /// Element type in which sums of gradients travel.
     pub gradient_dtype: DType,
+    /// Whether gradients of states with copies meet those of the copies after every microbatch.
+    #[serde(default)]
+    pub copies_meet_at_once: bool,
     /// Where this is stated.
     pub source: String,
 }
@@ -423,6 +426,7 @@ impl Facts {
             collective_multiprocessors: generation.collective_multiprocessors,
             fused_gradient_sums: generation.fused_gradient_sums,
             gradient_dtype: Some(generation.gradient_dtype),
+            copies_meet_at_once: generation.copies_meet_at_once,
             memory: None,
         })
     }

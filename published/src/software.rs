@@ -295,6 +295,8 @@ impl Facts {
         if let Some(dtype) = version.gradients {
             software.gradient_dtype = Some(dtype);
         }
+        // The script that is exported for FSDP2 waits for the last microbatch.
+        software.copies_meet_at_once &= framework != Framework::Fsdp2;
         if generation.sums_in_f16 && activations.compute() == DType::F16 {
             software.sum_dtype = Some(DType::F16);
         }

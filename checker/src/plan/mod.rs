@@ -235,7 +235,8 @@ pub(crate) fn mesh_problem(mesh: &LogicalMesh, n_devices: u32) -> Option<(String
     }
     let names: BTreeSet<&str> = mesh.axes.iter().map(|a| a.name.as_str()).collect();
     if names.len() != mesh.axes.len() {
-        return Some(("axes of different names".into(), format!("{:?}", mesh.axes)));
+        let names: Vec<&str> = mesh.axes.iter().map(|a| a.name.as_str()).collect();
+        return Some(("axes of different names".into(), names.join(", ")));
     }
     let end = mesh
         .devices

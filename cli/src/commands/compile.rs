@@ -324,6 +324,11 @@ fn notes(planned: &Planned) -> Vec<String> {
     let stages = report::plan::stages(plan, &planned.training);
     let mut notes = planned.stats.notes.clone();
     notes.extend(report::plan::repeated_work(&stages));
+    let is_of_gpus = cost_model::compute::makes_calls(&plan.cluster);
+    if plan.made_for.is_none() && is_of_gpus {
+        let refused = runtime::device::cuda::check(&planned.program).err();
+        notes.extend(refused.map(|e| format!("`run --backend cuda` refuses this plan: {e}")));
+    }
     notes
 }
 

@@ -252,12 +252,17 @@ fn term_table([a, b]: [&Accounted; 2], terms: &[TermDifference], pins: &str) -> 
 
 /// Answers why there is no plan under the pins.
 fn no_plan(args: &ExplainArgs, pins: &str, plan: &Plan, e: &PlanError) -> Result<(), Failure> {
-    let own = match plan.pins.is_empty() {
+    let name = |pin: &str| {
+        pin.split_once('=')
+            .map_or(pin, |(name, _)| name)
+            .to_string()
+    };
+    let replaced: Vec<String> = args.why_not.iter().map(|pin| name(pin)).collect();
+    let stays = |pin: &&String| !replaced.contains(&name(pin));
+    let stay: Vec<&str> = plan.pins.iter().filter(stays).map(String::as_str).collect();
+    let own = match stay.is_empty() {
         true => String::new(),
-        false => format!(
-            " The plan's own pins stay where they are not replaced: {}.",
-            plan.pins.join(", ")
-        ),
+        false => format!(" The plan's other pins stay: {}.", stay.join(", ")),
     };
     let verdict = format!(
         "{}There is no plan with {pins}: {e}.{own}",

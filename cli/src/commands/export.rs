@@ -81,6 +81,14 @@ const OTHER_NAMES: [(&str, &str); 7] = [
     ("titan", "torchtitan"),
 ];
 
+/// Whether `import-job` reads what is written for a target.
+fn is_job(target: Target) -> bool {
+    matches!(
+        target,
+        Target::MegatronCore | Target::DeepSpeed | Target::TorchTitan
+    )
+}
+
 /// The output as a file, where its name is not that of a folder. Digits behind a dot are a number, as
 /// in `job-qwen2.5-7b`, and no ending of a file.
 fn as_file(output: Option<&Path>) -> Option<&Path> {
@@ -216,9 +224,17 @@ fn print_words(
             d.pipeline,
             summary.devices,
             d.zero,
-            match d.zero > 0 && d.context > 1 {
-                true => format!(" over {} (data x context)", ir::counted(d.shards(), "rank")),
-                false => String::new(),
+            match (
+                d.zero > 0 && d.context > 1,
+                d.zero > 0 && d.sharded < d.data
+            ) {
+                (true, _) => format!(" over {} (data x context)", ir::counted(d.shards(), "rank")),
+                (_, true) => format!(
+                    " over {}, with {} copies of the states",
+                    ir::counted(d.sharded, "data rank"),
+                    d.data / d.sharded.max(1)
+                ),
+                (false, false) => String::new(),
             }
         );
         w += &format!(
@@ -241,6 +257,15 @@ fn print_words(
     let own = loaded.plan.predicted.step_time_s;
     let title = published::software::title(loaded.plan.made_for.as_ref());
     w += &format!("\nPredicted for {title}: {own} per step\n");
+    let is_own = loaded.plan.made_for.is_none();
+    let first = paths.first().filter(|_| is_own && is_job(exported.target));
+    if let Some(path) = first {
+        w += &format!(
+            "As {} executes it, `meshwright import-job {}` predicts it.\n",
+            exported.target.title(),
+            path.display()
+        );
+    }
     if let Some(n) = nearest {
         w += &match (&n.step_time_s, &n.problem) {
             (Some(step), _) => format!(

@@ -239,6 +239,11 @@ impl Layer<'_> {
         } else if !sequence.is_empty() {
             does.push(name("split along the sequence", &sequence));
         }
+        let is_state_space = |a: &&&Assigned<'_>| matches!(a.op.kind, OpKind::StateSpace { .. });
+        let mut scans = light.iter().filter(is_state_space);
+        if !sequence.is_empty() && scans.any(|a| role_of(a).is_none()) {
+            does.push("state spaces whole on each rank".into());
+        }
         if !feature.is_empty()
             && light
                 .iter()

@@ -153,7 +153,8 @@ pub fn brief(plan: &Plan, training: &TrainingGraph) -> String {
         None => format!(" of {}", plan.cluster.device.memory_bytes),
     };
     let memory = Bytes(memory.unwrap_or(0));
-    let free = plan.headroom.map_or(String::new(), |share| {
+    let share = plan.headroom.filter(|share| *share > 0.0);
+    let free = share.map_or(String::new(), |share| {
         format!(
             "; {} was to stay free beside what is reserved",
             percent(share)
@@ -593,12 +594,12 @@ pub fn mfu_convention(cluster: &Cluster, train: &TrainSpec, devices: u32) -> Str
     sources.dedup();
     let counted_passes = match train.task {
         Task::Training => {
-            "forward and backward (attention over all keys or a window, no recomputation; HFU with it)"
+            "forward and backward (attention over all keys or a window, the filled slots of experts, no recomputation; HFU with that and with empty slots)"
         }
         Task::Inference => "the forward pass (attention over all keys or a window)",
     };
     format!(
-        "MFU: matmul and attention FLOPs of {counted_passes} over {}FLOP/s {} peak of {} ({}){instead}",
+        "MFU: FLOPs of matmuls, attention and state spaces of {counted_passes} over {}FLOP/s {} peak of {} ({}){instead}",
         count(peak_flops_per_s(cluster, dtype, devices).unwrap_or(0.0)),
         types.join(" and "),
         counted(devices, "device"),

@@ -33,7 +33,7 @@ pub fn knobs(plan: &Plan, summary: &Summary) -> Option<Vec<Knob>> {
         names.micro_batch,
     );
     let steps = summary.accumulation.to_string();
-    knob("gradient accumulation steps", steps, names.accumulation);
+    knob("gradient accumulation", steps, names.accumulation);
     knob(
         "global batch size",
         summary.global_batch.to_string(),

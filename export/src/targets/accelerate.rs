@@ -150,7 +150,7 @@ fn fsdp(
             "the class of a block of the family {} is not known",
             s.family
         );
-        inexpressible(TARGET, reason)
+        super::unknown(TARGET, reason)
     })?;
     if d.zero == 0 && d.data * d.context > 1 {
         choices.zero = 2;

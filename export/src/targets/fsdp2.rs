@@ -46,6 +46,13 @@ In PARAMETERS, `h.3` is the block BLOCKS.3 of the model, and `{}` in a name stan
 
 pub(super) fn write(read: &Read<'_>) -> Result<Written, ExportError> {
     let summary = &read.summary;
+    if names::block_class(&summary.family).is_none() {
+        let reason = format!(
+            "the names of the family {} in transformers are not known here",
+            summary.family
+        );
+        return Err(super::unknown(TARGET, reason));
+    }
     let d = degrees(summary, TARGET)?;
     let mut missing = Missing::default();
     let mut choices = Choices::of(summary);
@@ -187,15 +194,6 @@ fn stages(
 fn placements(read: &Read<'_>, w: &mut String, missing: &mut Missing) {
     *w += "\n# How parameters lie over tensor ranks while they are used, and along which dim they are split\n# over \"shard\" at rest: layers, name -> (tensor placement, dim at rest).\nPARAMETERS = [\n";
     let family = &read.summary.family;
-    if names::block_class(family).is_none() {
-        missing.add(
-            "the parameters",
-            "each has a spec",
-            format!(
-                "nothing: the names of the family {family} in transformers are not known, so PARAMETERS is empty"
-            ),
-        );
-    }
     for run in &read.runs {
         let roles: Vec<Role> = run
             .axes
@@ -205,13 +203,11 @@ fn placements(read: &Read<'_>, w: &mut String, missing: &mut Missing) {
         let _ = writeln!(w, "    ({}, {{", layers(&run.names));
         for p in &run.parameters {
             let Some(stored) = names::stored(family, p) else {
-                if names::block_class(family).is_some() {
-                    missing.add(
-                        place(p, run),
-                        "a spec of its own",
-                        "nothing: its name in transformers is not known",
-                    );
-                }
+                missing.add(
+                    place(p, run),
+                    "a spec of its own",
+                    "nothing: its name in transformers is not known",
+                );
                 continue;
             };
             let (tensor, rest) = one(p, run, &roles, &stored, missing);

@@ -116,6 +116,7 @@ def begin(model, i):
         model.set_reshard_after_backward(last)
     if ZERO < 2:
         model.set_requires_gradient_sync(last)
+    model.set_requires_all_reduce(last)
 
 
 def optimizer(model, lr):

@@ -9,6 +9,7 @@ mod python;
 mod torchtitan;
 
 use crate::model::ModelShape;
+use crate::names;
 use crate::recompute::Recomputed;
 use crate::summary::{Degrees, Subject, Summary};
 use crate::{ExportError, File, NotExpressed, Read};
@@ -92,6 +93,9 @@ impl Target {
             Target::MegatronCore => {
                 let has = shape().is_some_and(|m| megatron::mlp(&m).is_ok());
                 (!has).then(|| "no flags for this model".into())
+            }
+            Target::Fsdp2 if names::block_class(&forward.name).is_none() => {
+                Some(format!("no names of the family {}", forward.name))
             }
             Target::DeepSpeed | Target::Fsdp2 | Target::Accelerate | Target::Jax => None,
         }
@@ -199,6 +203,9 @@ impl Choices {
         ];
         if d.expert > 1 && u64::from(d.data).is_multiple_of(u64::from(d.expert)) {
             pins.push(format!("expert={}", d.expert));
+        }
+        if self.zero > 0 && d.sharded < d.data {
+            pins.push(format!("replicas={}", d.data / d.sharded.max(1)));
         }
         if d.context > 1 {
             pins.push(format!("context={}", d.context));
@@ -376,8 +383,13 @@ pub(crate) fn origin(summary: &Summary, target: Target) -> String {
 
 /// The degrees in words: `data 4, tensor 2, pipeline 2`.
 pub(crate) fn degree_words(d: &Degrees) -> String {
+    let copies = match d.zero {
+        0 => 1,
+        _ => d.data / d.sharded.max(1),
+    };
     let all = [
         ("data", d.data),
+        ("replicas", copies),
         ("context", d.context),
         ("tensor", d.tensor),
         ("pipeline", d.pipeline),

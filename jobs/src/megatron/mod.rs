@@ -147,15 +147,15 @@ pub(crate) fn job(
     }
     let instances = args.count("num-distributed-optimizer-instances")?;
     let instances = u32::try_from(instances.unwrap_or(1).max(1)).unwrap_or(u32::MAX);
-    if instances > 1 && zero > 1 {
-        notes.push(Note {
-            kind: NoteKind::NotModelled,
-            name: args.spelled("num-distributed-optimizer-instances"),
-            value: Some(instances.to_string()),
-            line: None,
-            words: "states are split over a part of the data ranks: more memory than predicted"
-                .into(),
-        });
+    let over = data.map(|d| d.saturating_mul(context));
+    if let Some(n) = over.filter(|n| zero > 0 && !n.is_multiple_of(instances)) {
+        return Err(args.wrong(
+            "num-distributed-optimizer-instances",
+            format!(
+                "{instances} instances do not divide {n} data ranks (context ranks among them)"
+            ),
+            "Megatron-LM refuses it, too: change it or the degrees",
+        ));
     }
     let job = Job {
         framework: match beside.deepspeed {
@@ -182,8 +182,7 @@ pub(crate) fn job(
         split: stages.split,
         data,
         zero,
-        // Instances of Megatron-FSDP are not modelled.
-        copies: if zero == 1 { instances } else { 1 },
+        copies: if zero > 0 { instances } else { 1 },
         sequence_parallel,
         recompute,
         offload: offload(args)?,
