@@ -1,15 +1,19 @@
 //! Calls: neighbours of a list that a device may make one of compute what they compute one by one, but
 //! for the rounding of values that are then not written.
 //!
-//! The rules are stated here apart from the lowering's pass that marks calls. A **chain** is a product
-//! of matrices and up to two ops, of which each takes what the one before makes: sums, GELU or its
+//! The rules are stated here apart from the lowering's pass that marks calls. A **chain** of a product
+//! is a product of matrices and up to two ops, of which each takes what the one before makes: sums, GELU or its
 //! gradient, a sum in an f32 accumulator. All on one stream, and the later ones wait for nothing. A
 //! value in the middle is seen by the chain alone, unless it is kept for others, as GELU's argument
 //! can be. In no slot is a byte written that the call reads: it may read at any time while it
 //! writes. But a sum is made element by element and may lie where its operand does.
 //!
+//! A chain of **elements** begins otherwise (`elements`).
+//!
 //! Instructions that are **joined** do the same to other tensors, on one stream, wait for nothing but
 //! what the first one waits for, and none touches a byte that another one writes.
+
+mod elements;
 
 use crate::memory::extent;
 use crate::report::{Report, instr_place};
@@ -121,11 +125,31 @@ fn problems(of: &Of<'_>, call: &[Instruction]) -> Vec<Problem> {
             found.push((k, "no waits but those of the call's first".into(), actual));
         }
     }
+    let has_product = matches!(op_of(&call[0]), Some((OpKind::DotGeneral { .. }, ..)));
     match is_chain {
-        true => found.extend(chain(of, call)),
+        true if has_product => found.extend(chain(of, call)),
+        true => found.extend(elements::problems(of, call)),
         false => found.extend(joined(of, call)),
     }
     found
+}
+
+/// Buffers whose values are not written by the calls of a template, by the last instruction of each
+/// call: what stands there is something else.
+pub(crate) fn hidden(template: &Template) -> Vec<(usize, BufferId)> {
+    let mut hidden = Vec::new();
+    for (first, n) in calls(template) {
+        let call = &template.instructions[first..first + n];
+        for (k, pair) in call.windows(2).enumerate() {
+            if pair[1].call != (Call::Chained { is_kept: false }) {
+                continue;
+            }
+            let writes = pair[0].writes();
+            let is_hidden = |b: &&BufferId| !call[k + 1..].iter().any(|i| i.writes().contains(b));
+            hidden.extend(writes.iter().filter(is_hidden).map(|b| (first + n - 1, *b)));
+        }
+    }
+    hidden
 }
 
 /// Op, operands and result of an instruction that has one.

@@ -1,26 +1,32 @@
 //! Which instructions a device may make one call of ([`Call`]).
 //!
-//! Two kinds of neighbours: [`chains`], of which each takes what the one before makes, and those that
-//! are [`joined`], as they do the same to many tensors. This is the last pass: it reads the bytes and
+//! Three kinds of neighbours: [`chains`] that a product of matrices begins, [`elements`] that are gone
+//! through once for several ops, and those that are [`joined`], as they do the same to many tensors. This is the last pass: it reads the bytes and
 //! the waits that the program has by then, and changes neither. A mark holds for every slot that plays
 //! the template, so bytes are those of all copies of a buffer.
 
 mod chains;
+mod elements;
 mod joined;
 
-use ir::BufferId;
-use ir::program::{Call, Program, RoleProgram, Space};
+use ir::program::{Call, Program, RoleProgram, Space, Template};
+use ir::{BufferId, TemplateId};
 use std::ops::Range;
 
 /// Marks the calls of a role, which has its places and waits.
 pub(crate) fn mark(role: &mut RoleProgram) {
     forget(role);
     let uses = chains::Uses::of(role);
-    for t in 0..role.templates.len() {
-        let mut calls = chains::chained(role, &uses, &role.templates[t].instructions);
-        joined::join(role, &role.templates[t].instructions, &mut calls);
-        let instructions = &mut role.templates[t].instructions;
-        for (instruction, call) in instructions.iter_mut().zip(calls) {
+    let mut lives = elements::Lives::of(role);
+    let of_template = |(t, template): (usize, &Template)| {
+        let mut calls = chains::chained(role, &uses, &template.instructions);
+        elements::chain(&mut lives, TemplateId::new(t), &mut calls);
+        joined::join(role, &template.instructions, &mut calls);
+        calls
+    };
+    let all: Vec<Vec<Call>> = role.templates.iter().enumerate().map(of_template).collect();
+    for (template, calls) in role.templates.iter_mut().zip(all) {
+        for (instruction, call) in template.instructions.iter_mut().zip(calls) {
             instruction.call = call;
         }
     }

@@ -124,6 +124,28 @@ impl Layouts {
         training: &TrainingGraph,
         sizes: &BucketSizes,
     ) -> Result<Program, LowerError> {
+        self.lower_with(plan, training, sizes, true)
+    }
+
+    /// The program with a call for each instruction, and functions of elements where the graph has
+    /// them: as other software executes it, whose prices say what it fuses.
+    ///
+    /// Fails as [`Layouts::lower`] does.
+    pub fn lower_one_by_one(
+        &self,
+        plan: &Plan,
+        training: &TrainingGraph,
+    ) -> Result<Program, LowerError> {
+        self.lower_with(plan, training, &BucketSizes::default(), false)
+    }
+
+    fn lower_with(
+        &self,
+        plan: &Plan,
+        training: &TrainingGraph,
+        sizes: &BucketSizes,
+        has_calls: bool,
+    ) -> Result<Program, LowerError> {
         self.made_of.check(plan, training)?;
         let resolved = self.homes.of(plan, training);
         let mut draft = emit::emit(&resolved, &self.uses)?;
@@ -133,6 +155,9 @@ impl Layouts {
         let roles = roles.map(|mut role| {
             role.assemble_trace(&microbatches);
             neighbours::bring_together(&mut role);
+            if has_calls {
+                neighbours::gather(&mut role);
+            }
             in_place::merge_all_reduces(&mut role);
             coalesce::coalesce(&mut role, sizes);
             pack::pack(&mut role);
@@ -140,7 +165,9 @@ impl Layouts {
             overwrite::overwrite_operands(&mut role);
             let seen = plan.cluster.seen_by(role.mesh.devices);
             let mut role = place::place(role, seen.planned_bytes(plan.headroom))?;
-            calls::mark(&mut role);
+            if has_calls {
+                calls::mark(&mut role);
+            }
             Ok(role)
         });
         let roles: Vec<Result<RoleProgram, LowerError>> = roles.collect();

@@ -103,7 +103,9 @@ fn follows(product: &Instruction, kind: &OpKind, b: BufferId, operand: Option<us
         return false;
     };
     let ends = |operand| Link::Product.then(kind, operand) == Some(Link::End);
-    Link::first(first).is_some() && outputs.as_slice() == [b] && operand.is_some_and(ends)
+    Link::first(first) == Some(Link::Product)
+        && outputs.as_slice() == [b]
+        && operand.is_some_and(ends)
 }
 
 /// Whether one buffer can hold both tensors.

@@ -228,10 +228,9 @@ impl RoleCosts<'_> {
                 self.check(template.kind, i, instruction)
                     .map_err(|problem| malformed(role, t, i, &problem))?;
                 let cost = self.cost(instruction);
-                let before = i.checked_sub(1).map(|b| &template.instructions[b]);
-                costs.push(match before.filter(|_| self.has_calls) {
-                    Some(before) => self.in_call(before, instruction, cost),
-                    None => cost,
+                costs.push(match self.has_calls {
+                    true => self.in_call(&template.instructions[..=i], cost),
+                    false => cost,
                 });
             }
             all.push(costs);
@@ -359,12 +358,15 @@ impl RoleCosts<'_> {
         InstrCost { seconds, class }
     }
 
-    /// The cost of an instruction in the call of the one before it, of which `alone` is that by itself.
-    fn in_call(&self, before: &Instruction, of: &Instruction, alone: InstrCost) -> InstrCost {
+    /// The cost of the last of some instructions in its call, of which `alone` is that by itself.
+    fn in_call(&self, all: &[Instruction], alone: InstrCost) -> InstrCost {
+        let Some((of, before)) = all.split_last() else {
+            return alone;
+        };
         let seconds = match (of.call, &of.kind) {
             (Call::Own, _) => alone.seconds,
             (
-                Call::Chained { is_kept },
+                Call::Chained { .. },
                 InstrKind::Compute {
                     kind,
                     inputs,
@@ -372,14 +374,11 @@ impl RoleCosts<'_> {
                     ..
                 },
             ) => {
-                let made = before.writes();
-                let operand = inputs.iter().position(|b| made.contains(b));
-                let within = |operand| {
-                    let chained = compute::Chained { operand, is_kept };
-                    let (x, y) = (self.local(inputs), self.local(outputs));
-                    compute::chained_time(self.cluster, kind, &x, &y, chained).0
-                };
-                operand.map_or(alone.seconds, |o| within(o).min(alone.seconds))
+                let first = before.iter().rposition(|i| i.call == Call::Own);
+                let spared = ir::chain::spared(&all[first.unwrap_or(0)..]);
+                let (x, y) = (self.local(inputs), self.local(outputs));
+                let within = compute::chained_time(self.cluster, kind, &x, &y, spared).0;
+                within.min(alone.seconds)
             }
             (Call::Chained { .. } | Call::Joined, _) => {
                 (alone.seconds - self.cluster.device.launch_s).max(0.0)

@@ -1,4 +1,4 @@
-//! Neighbours that feed each other.
+//! Products and the neighbours that they feed.
 //!
 //! Products of matrices are followed by what is done to their results element by element: a bias, a
 //! residual, GELU or its gradient, the sum in an accumulator. A library that multiplies does that
@@ -8,7 +8,7 @@
 //! is read.
 
 use super::meet;
-use ir::chain::{LONGEST, Link, may_keep};
+use ir::chain::Link;
 use ir::program::{BufferClass, Call, InstrKind, Instruction, RoleProgram};
 use ir::{BufferId, OpKind};
 
@@ -66,7 +66,8 @@ struct Chain<'a> {
 impl<'a> Chain<'a> {
     fn new(role: &'a RoleProgram, uses: &'a Uses, first: &'a Instruction) -> Option<Self> {
         let (kind, factors, product) = parts(first)?;
-        Link::first(kind).map(|link| Chain {
+        let begins = Link::first(kind).filter(|link| *link == Link::Product);
+        begins.map(|link| Chain {
             role,
             uses,
             of: vec![first],
@@ -82,7 +83,7 @@ impl<'a> Chain<'a> {
     fn take(&mut self, next: &'a Instruction) -> Option<bool> {
         let value = self.value;
         let is_free = next.deps.is_empty() && next.events.is_empty();
-        let has_room = self.link != Link::End && self.of.len() < LONGEST;
+        let has_room = self.link.has_room(self.of.len());
         if !is_free || !has_room || next.stream != self.of[0].stream {
             return None;
         }
@@ -99,7 +100,7 @@ impl<'a> Chain<'a> {
         let n_reads = self.of[1..].iter().filter(reads_it).count() as u32 + 1;
         let n_writes = self.of.iter().filter(writes_it).count() as u32;
         let is_kept = output != value && !self.uses.are(self.role, value, [n_reads, n_writes]);
-        if is_kept && !may_keep(kind) {
+        if is_kept && !self.link.may_be_kept(kind) {
             return None;
         }
         let others: Vec<BufferId> = inputs.iter().copied().filter(|b| *b != value).collect();
@@ -124,7 +125,7 @@ impl<'a> Chain<'a> {
     }
 }
 
-/// The calls of a template's instructions, as far as these are chains.
+/// The calls of a template's instructions, as far as these are chains that a product begins.
 pub(super) fn chained(role: &RoleProgram, uses: &Uses, instructions: &[Instruction]) -> Vec<Call> {
     let mut calls = vec![Call::Own; instructions.len()];
     let mut chain: Option<Chain<'_>> = None;

@@ -221,7 +221,7 @@ fn what_follows_a_product_is_a_chain() {
     let lasting = [dot(0, 1, 11), add(11, 2, 11), gelu(11, 12)];
     assert_eq!(made(&lasting), (vec![3, 0, 0], vec![false, true, true]));
     let mut read_later = over.to_vec();
-    read_later.push(gelu(12, 14));
+    read_later.push(op(OpKind::SumSquares, 12, 14));
     assert_eq!(counts(&read_later), [2, 0, 1, 1]);
     // One after the other, each with its own.
     let two = [
@@ -289,7 +289,7 @@ fn nothing_is_written_where_it_is_read() {
         ("apart", (14, 14), [3, 0, 0]),
         ("the result lies on a factor", (14, 1), [2, 0, 1]),
         ("the result lies on the bias", (14, 2), [2, 0, 1]),
-        ("a sum lies on a factor", (13, 0), [1, 1, 1]),
+        ("a sum lies on a factor", (13, 0), [1, 2, 0]),
         (
             "the value in the middle, which is not written",
             (12, 0),
@@ -421,4 +421,116 @@ fn calls_can_be_forgotten() {
     assert!(before != role);
     forget(&mut role);
     assert!(before == role);
+}
+
+fn mul(l: u32, r: u32, y: u32) -> Instruction {
+    many(OpKind::Binary { f: Binary::Mul }, &[l, r], y)
+}
+
+fn silu(x: u32, y: u32) -> Instruction {
+    op(OpKind::Unary { f: Unary::Silu }, x, y)
+}
+
+fn silu_grad(x: u32, dy: u32, y: u32) -> Instruction {
+    let f = Binary::SiluGrad;
+    many(OpKind::Binary { f }, &[x, dy], y)
+}
+
+fn rms_norm(x: u32, gamma: u32, [y, rstd]: [u32; 2]) -> Instruction {
+    let mut made = many(OpKind::RmsNorm { eps: 1e-5 }, &[x, gamma], y);
+    if let InstrKind::Compute { outputs, .. } = &mut made.kind {
+        outputs.push(BufferId(rstd));
+    }
+    made
+}
+
+fn rms_norm_gradient(dy: u32, dx: u32) -> Instruction {
+    many(OpKind::RmsNormGradInput, &[dy, 1, 2, 3], dx)
+}
+
+#[test]
+fn functions_of_elements_are_gone_through_together() {
+    let made = |all: &[Instruction]| {
+        let made = chains_of(all, &[], &[]);
+        (made.counts, made.kept)
+    };
+    let (no, yes) = (false, true);
+    let forward = [silu(0, 12), mul(12, 1, 13)];
+    assert_eq!(made(&forward), (vec![2, 0], vec![no, yes]));
+    // One that another instruction reads, or that lives on.
+    let mut read = forward.to_vec();
+    read.push(op(OpKind::SumSquares, 12, 14));
+    assert_eq!(made(&read), (vec![2, 0, 1], vec![yes; 3]));
+    let lasting = [silu(0, 11), mul(11, 1, 13)];
+    assert_eq!(made(&lasting), (vec![2, 0], vec![yes; 2]));
+    // Values further back, and operands in common.
+    let gradient = [mul(0, 1, 12), mul(0, 2, 13), silu_grad(3, 12, 14)];
+    let expected = (vec![3, 0, 0], vec![no, yes, yes]);
+    assert_eq!(made(&gradient), expected);
+    // Four are the most, and what has nothing in common stays apart.
+    let long: Vec<_> = (0..5).map(|i| silu(12 + i, 13 + i)).collect();
+    assert_eq!(counts(&long), [4, 0, 0, 0, 1]);
+    assert_eq!(counts(&[silu(0, 12), silu(1, 13)]), [1, 1]);
+    // A norm of a sum, and a gradient of a norm's argument that a sum uses up.
+    let norm = [add(0, 1, 11), rms_norm(11, 2, [12, 13])];
+    assert_eq!(made(&norm), (vec![2, 0], vec![yes; 2]));
+    assert_eq!(counts(&[mul(0, 1, 11), rms_norm(11, 2, [12, 13])]), [1, 1]);
+    assert_eq!(counts(&[add(0, 1, 11), rms_norm(2, 11, [12, 13])]), [1, 1]);
+    let gradient = [rms_norm_gradient(0, 12), add(4, 12, 4)];
+    assert_eq!(made(&gradient), (vec![2, 0], vec![no, yes]));
+    assert_eq!(counts(&[rms_norm_gradient(0, 11), add(4, 11, 4)]), [1, 1]);
+    // One that waits.
+    let mut waits = forward.to_vec();
+    waits[1].events = vec![Event::Drained(StreamId::new(1))];
+    assert_eq!(counts(&waits), [1, 1]);
+}
+
+#[test]
+fn elements_are_read_before_they_are_written() {
+    let counts = |all: &[Instruction], moved| chains_of(all, &[], &[moved]).counts;
+    // In the very buffer of an operand, not on its bytes by another name, and never on a weight's.
+    let forward = [silu(0, 12), mul(12, 1, 1)];
+    assert_eq!(counts(&forward, (12, 12)), [2, 0]);
+    let forward = [silu(0, 12), mul(12, 1, 13)];
+    assert_eq!(counts(&forward, (13, 1)), [1, 1]);
+    // What is not written may lie anywhere.
+    assert_eq!(counts(&forward, (12, 1)), [2, 0]);
+    let norm = [add(0, 1, 0), rms_norm(0, 2, [12, 13])];
+    assert_eq!(counts(&norm, (12, 12)), [2, 0]);
+    assert_eq!(counts(&norm, (12, 2)), [1, 1]);
+    assert_eq!(counts(&norm, (13, 1)), [1, 1]);
+    let gradient = [rms_norm_gradient(0, 12), add(4, 12, 13)];
+    assert_eq!(counts(&gradient, (13, 0)), [1, 1]);
+}
+
+/// A gradient lies where a saved activation did, in a buffer that lives on; it is not written where the
+/// next to touch the copy writes it.
+#[test]
+fn what_is_written_before_it_is_read_is_not_kept() {
+    let kept = |first_of_forward: Instruction| {
+        let mut role = role(
+            &(0..BUFFERS)
+                .map(|b| u64::from(b) * APART)
+                .collect::<Vec<_>>(),
+        );
+        for buffer in &mut role.buffers[..4] {
+            buffer.class = BufferClass::PerMicrobatch { slots: 1 };
+        }
+        let backward = [mul(0, 1, 1), mul(0, 2, 2), silu_grad(3, 1, 3)];
+        role.templates = vec![template(&[first_of_forward]), template(&backward)];
+        let slot = |template: usize, m: u32| ir::program::Slot {
+            template: TemplateId::new(template),
+            microbatch: Some(m),
+        };
+        role.trace = (0..2).flat_map(|m| [slot(0, m), slot(1, m)]).collect();
+        mark(&mut role);
+        let calls = role.templates[1].instructions.iter().map(|i| i.call);
+        calls.collect::<Vec<_>>()
+    };
+    let chained = |is_kept| Call::Chained { is_kept };
+    assert_eq!(
+        kept(dot(5, 6, 1)),
+        [Call::Own, chained(false), chained(true)]
+    );
+    assert_eq!(kept(silu(1, 5)), [Call::Own, chained(true), chained(true)]);
 }

@@ -568,13 +568,11 @@ impl Search<'_> {
         let training = own.as_deref().unwrap_or(self.training());
         let layouts = Layouts::new(&plan, training).map_err(lower)?;
         record_paths(&mut plan, &layouts, training, &Buckets::new(training)).map_err(lower)?;
-        let program = layouts
-            .lower(&plan, training, &BucketSizes::default())
-            .map_err(lower)?;
         let program = match self.one_by_one {
-            true => lowering::without_calls(program),
-            false => program,
+            true => layouts.lower_one_by_one(&plan, training),
+            false => layouts.lower(&plan, training, &BucketSizes::default()),
         };
+        let program = program.map_err(lower)?;
         let over = program.roles.iter().map(|r| {
             let usable = self.bytes_of(&self.cluster.seen_by(r.mesh.devices));
             r.arena_bytes.saturating_sub(usable)

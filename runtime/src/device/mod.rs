@@ -117,12 +117,14 @@ pub enum Work<'a> {
     },
 }
 
-/// Works of which each later one takes what the one before makes. What is made in the middle nobody
-/// else takes, unless it is kept, and what is written lies apart from what is read, but for sums,
-/// which may lie where they read an operand: so the first few, or all, may be one call.
+/// Works that are a chain. One that begins with a product of matrices has later ones of which each takes
+/// what the one before makes. What is made in the middle nobody else takes, unless it is kept, and what
+/// is written lies apart from what is read, but for sums, which may lie where they read an operand: so
+/// the first few, or all, may be one call. In other chains functions of elements may take any earlier
+/// value, may all lie where they read an operand, and all are one call or none.
 #[derive(Clone, Copy, Debug)]
 pub struct Chain<'a> {
-    /// Ops with one result each, a product of matrices first.
+    /// Ops with one result each, but for a norm at the end.
     pub works: &'a [Work<'a>],
     /// Whether the result of each is to be written though the next one takes it.
     pub kept: &'a [bool],

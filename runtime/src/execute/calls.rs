@@ -52,7 +52,24 @@ impl Calls {
                 false => joint = k,
             }
         }
+        made.part_broken(instructions, played);
         made
+    }
+    /// Plays chains one by one of which an instruction is left out before one that is played: that one
+    /// may take any value before it.
+    fn part_broken(&mut self, instructions: &[Instruction], played: &[usize]) {
+        for k in 0..played.len() {
+            let n = self.n_chained[k];
+            let Some(behind) = played.get(k + n).filter(|_| n > 1) else {
+                continue;
+            };
+            let is_chained = |i: &Instruction| matches!(i.call, Call::Chained { .. });
+            let between = instructions.get(played[k + n - 1] + 1..=*behind);
+            if between.is_some_and(|all| all.iter().all(is_chained)) {
+                self.n_chained[k..k + n].fill(1);
+                self.is_kept[k..k + n].fill(true);
+            }
+        }
     }
     /// Those of a whole template.
     pub fn of_all(instructions: &[Instruction]) -> Self {

@@ -11,6 +11,7 @@ mod steps;
 use super::Variants;
 use super::held::Held;
 use super::trace::Shape;
+use crate::calls;
 use crate::facts::Facts;
 use crate::report::{Report, instr_place};
 use ir::program::{InstrKind, Program, RoleProgram};
@@ -54,9 +55,14 @@ pub(super) fn interpret(site: &Site<'_>, entry: &[Held], report: &mut Report) ->
         report,
     };
     let template = site.role.template(site.template);
+    let mut hidden = calls::hidden(template).into_iter().peekable();
     for (j, instr) in template.instructions.iter().enumerate() {
         run.instr = InstrId::new(j);
         run.instruction(&instr.kind);
+        // What a call does not write may hold anything.
+        while let Some((_, b)) = hidden.next_if(|h| h.0 == j) {
+            run.held[b.index()] = Held::Undefined;
+        }
     }
     let held = site
         .shape

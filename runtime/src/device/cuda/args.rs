@@ -3,9 +3,9 @@
 use ir::DType;
 
 /// Operands of a kernel.
-const OPERANDS: usize = 8;
+pub(super) const OPERANDS: usize = 8;
 /// Results.
-const RESULTS: usize = 4;
+pub(super) const RESULTS: usize = 4;
 /// Numbers.
 pub(super) const NUMBERS: usize = 64;
 /// Entries of the table.
@@ -98,8 +98,20 @@ pub(super) const ATTENTION_TILES_GRAD: Source = Source::new(
         include_str!("kernels/attention_tiles_grad.cu")
     ),
 );
-pub(super) const ELEMENTWISE: Source =
-    Source::new("elementwise.cu", include_str!("kernels/elementwise.cu"));
+pub(super) const CHAIN: Source = Source::new(
+    "chain.cu",
+    concat!(
+        include_str!("kernels/functions.cuh"),
+        include_str!("kernels/chain.cu")
+    ),
+);
+pub(super) const ELEMENTWISE: Source = Source::new(
+    "elementwise.cu",
+    concat!(
+        include_str!("kernels/functions.cuh"),
+        include_str!("kernels/elementwise.cu")
+    ),
+);
 pub(super) const EMBEDDING: Source =
     Source::new("embedding.cu", include_str!("kernels/embedding.cu"));
 pub(super) const EXPERTS: Source = Source::new("experts.cu", include_str!("kernels/experts.cu"));
@@ -114,10 +126,11 @@ pub(super) const UPDATE: Source = Source::new("update.cu", include_str!("kernels
 
 /// All files.
 #[cfg(test)]
-pub(super) const SOURCES: [Source; 14] = [
+pub(super) const SOURCES: [Source; 15] = [
     ATTENTION,
     ATTENTION_TILES,
     ATTENTION_TILES_GRAD,
+    CHAIN,
     ELEMENTWISE,
     EMBEDDING,
     EXPERTS,
@@ -160,13 +173,37 @@ impl Scores {
     }
 }
 
+/// Most functions of elements of one kernel (`chain.cu`).
+pub(super) const LINKS: usize = 4;
+
+/// A function of elements of a kernel of several. Its arguments are numbers of values: the kernel's
+/// operands, and behind all of them ([`OPERANDS`]) what the functions before it make.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(super) struct Link {
+    /// The kernels' number of the function, and whether it has two arguments.
+    pub function: i64,
+    pub has_two: bool,
+    pub arguments: [usize; 2],
+    /// The result that it is written as, if it is.
+    pub result: Option<usize>,
+}
+
+impl Link {
+    /// The number of the value that function `k` makes.
+    pub fn value(k: usize) -> usize {
+        OPERANDS + k
+    }
+}
+
 /// For what a file is compiled: the names of the element types of operands and results, `T0`.. and
-/// `O0`.. of the kernels, and the switches of attentions. What a call does not name is `f32`.
+/// `O0`.. of the kernels, the switches of attentions, and the functions of a chain. What a call does
+/// not name is `f32`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) struct Types {
     pub x: [&'static str; OPERANDS],
     pub y: [&'static str; RESULTS],
     pub scores: Scores,
+    pub links: [Option<Link>; LINKS],
 }
 
 impl Default for Types {
@@ -175,6 +212,7 @@ impl Default for Types {
             x: ["f32"; OPERANDS],
             y: ["f32"; RESULTS],
             scores: Scores::default(),
+            links: [None; LINKS],
         }
     }
 }
@@ -187,7 +225,36 @@ impl Types {
         x.map(|(i, t)| format!("-DT{i}={t}"))
             .chain(y.map(|(i, t)| format!("-DO{i}={t}")))
             .chain(self.scores.switches().map(|s| format!("-D{s}=1")))
+            .chain(self.link_options())
             .collect()
+    }
+}
+
+impl Types {
+    /// How many operands the functions of a chain have, and each function: `LINK_0`.. are its words.
+    fn link_options(&self) -> Vec<String> {
+        let links: Vec<Link> = self.links.iter().copied().flatten().collect();
+        if links.is_empty() {
+            return Vec::new();
+        }
+        let arguments = links
+            .iter()
+            .flat_map(|l| &l.arguments[..1 + usize::from(l.has_two)]);
+        let operands = arguments.filter(|a| **a < OPERANDS).max();
+        let mut options = vec![format!(
+            "-DCHAIN_OPERANDS={}",
+            operands.map_or(0, |a| a + 1)
+        )];
+        for (k, link) in links.iter().enumerate() {
+            let [a, b] = link.arguments;
+            let two = i64::from(link.has_two);
+            let function = link.function;
+            options.push(format!("-DLINK_{k}={function},{two},{a},{b}"));
+            if let Some(y) = link.result {
+                options.push(format!("-DWRITTEN_{k}={y}"));
+            }
+        }
+        options
     }
 }
 
@@ -291,6 +358,10 @@ impl Call {
     pub fn with_eights(mut self) -> Self {
         self.args.n[NUMBERS - 1] = 1;
         self
+    }
+    /// Whether it takes elements by eights.
+    pub fn takes_eights(&self) -> bool {
+        self.args.n[NUMBERS - 1] != 0
     }
     pub fn is_empty(&self) -> bool {
         self.grid.contains(&0)

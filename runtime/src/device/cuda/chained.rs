@@ -1,11 +1,16 @@
-//! Chains as calls of the library.
+//! Chains as calls of the library, or of one kernel.
 
 use super::Cuda;
 use super::args::{Product, Step};
 use super::ops::{self, Op, Part};
 use crate::device::{Chain, Work};
 use crate::error::RuntimeError;
-use ir::StreamId;
+use ir::{OpKind, StreamId};
+
+/// Whether a chain begins with a product of matrices.
+pub(super) fn has_product(ops: &[Op<'_>]) -> bool {
+    matches!(ops.first(), Some(op) if matches!(op.kind, OpKind::DotGeneral { .. }))
+}
 
 /// The first few ops that are products by the library, as many as can be, and these products; the
 /// next fewer ones after that. All that can be tried, best first.
@@ -17,9 +22,19 @@ pub(super) fn ways<'a>(
     all.filter_map(|n| Some((n, ops::fused(&ops[..n], kept)?)))
 }
 
+/// These steps, and those that make the padding of what the ops write zeros.
+pub(super) fn with_pads(mut steps: Vec<Step>, of: &[Op<'_>], kept: &[bool]) -> Vec<Step> {
+    for (i, op) in of.iter().enumerate() {
+        let is_written = i + 1 == of.len() || kept.get(i) == Some(&true);
+        let written = op.y.iter().filter(|_| is_written);
+        steps.extend(written.filter_map(|y| ops::pad(*y)));
+    }
+    steps
+}
+
 impl Cuda {
-    /// Puts the first works of a chain on a stream as one, and says how many these are: 0 where the
-    /// library has nothing for them. Unless these are all, nothing is cleared.
+    /// Puts the first works of a chain on a stream as one, and says how many these are: 0 where there
+    /// is nothing for them. Unless these are all, nothing is cleared.
     pub(super) fn launch_fused(
         &mut self,
         stream: StreamId,
@@ -56,20 +71,22 @@ impl Cuda {
             op.check()?;
             all.push(op);
         }
+        if !has_product(&all) {
+            let Some(kernel) = ops::one_kernel(&all, chain.kept) else {
+                return Ok(0);
+            };
+            self.run(stream, &with_pads(vec![kernel], &all, chain.kept))?;
+            return Ok(all.len());
+        }
         for (n, mut products) in ways(&all, chain.kept) {
             if chain.is_cleared && n == all.len() {
                 products.iter_mut().for_each(|p| p.c = None);
             }
-            let mut steps: Vec<Step> = products.into_iter().map(Step::Product).collect();
+            let steps: Vec<Step> = products.into_iter().map(Step::Product).collect();
             if !self.can_multiply(stream, &steps)? {
                 continue;
             }
-            for (i, op) in all[..n].iter().enumerate() {
-                let is_written = i + 1 == n || chain.kept.get(i) == Some(&true);
-                let written = op.y.iter().filter(|_| is_written);
-                steps.extend(written.filter_map(|y| ops::pad(*y)));
-            }
-            self.run(stream, &steps)?;
+            self.run(stream, &with_pads(steps, &all[..n], chain.kept))?;
             return Ok(n);
         }
         Ok(0)

@@ -2,7 +2,7 @@
 //! without a GPU.
 
 use super::args::{Source, Span, Step, Types};
-use super::chained::ways;
+use super::chained::{has_product, ways, with_pads};
 use super::joined::{Part as Joint, parts};
 use super::ops::{self, Op, Part};
 use crate::RuntimeError;
@@ -44,8 +44,8 @@ pub fn launches(role: &RoleProgram) -> Vec<Vec<Option<u64>>> {
             let chains = calls.n_chained.iter().enumerate();
             for (i, &n) in chains.filter(|(_, n)| **n > 1) {
                 let (of, kept) = (&all[i..i + n], &calls.is_kept[i..i + n]);
-                if let Some((n, launches)) = count_fused(role, of, kept) {
-                    counts[i] = Some(launches);
+                if let Some((n, steps)) = fused(role, of, kept) {
+                    counts[i] = Some(steps.len() as u64);
                     counts[i + 1..i + n].fill(Some(0));
                 }
             }
@@ -57,7 +57,12 @@ pub fn launches(role: &RoleProgram) -> Vec<Vec<Option<u64>>> {
 /// The files and types of the kernels that a role's program calls, each once.
 pub(super) fn files(role: &RoleProgram) -> Vec<(Source, Types)> {
     let all = role.templates.iter().flat_map(|t| &t.instructions);
-    let steps = all.filter_map(|i| steps_of(role, &i.kind)).flatten();
+    let alone = all.filter_map(|i| steps_of(role, &i.kind)).flatten();
+    let chains = role
+        .templates
+        .iter()
+        .flat_map(|t| chains(role, &t.instructions));
+    let steps = alone.chain(chains);
     let mut files = Vec::new();
     let mut seen = BTreeSet::new();
     for step in steps {
@@ -71,8 +76,8 @@ pub(super) fn files(role: &RoleProgram) -> Vec<(Source, Types)> {
     files
 }
 
-/// How many of a chain's instructions are one, and the launches of that; none where none are.
-fn count_fused(role: &RoleProgram, of: &[Instruction], kept: &[bool]) -> Option<(usize, u64)> {
+/// How many of a chain's instructions are one call, and what is launched for that; none where none are.
+fn fused(role: &RoleProgram, of: &[Instruction], kept: &[bool]) -> Option<(usize, Vec<Step>)> {
     // Every buffer has an address of its own.
     let mut buffers: Vec<BufferId> = of
         .iter()
@@ -111,14 +116,26 @@ fn count_fused(role: &RoleProgram, of: &[Instruction], kept: &[bool]) -> Option<
         .map(|(path, kind, x, y)| op((path, kind), x, y))
         .collect();
     ops.iter().try_for_each(Op::check).ok()?;
-    let (n, products) = ways(&ops, kept).next()?;
-    let written = ops[..n].iter().zip(kept).enumerate();
-    let written = written.filter(|(i, (_, kept))| i + 1 == n || **kept);
-    let pads = written
-        .flat_map(|(_, (op, _))| op.y)
-        .filter_map(|y| ops::pad(*y));
-    let pads = pads.filter(|s| !is_nothing(s)).count();
-    Some((n, (products.len() + pads) as u64))
+    let (n, steps) = match has_product(&ops) {
+        true => {
+            let (n, products) = ways(&ops, kept).next()?;
+            (n, products.into_iter().map(Step::Product).collect())
+        }
+        false => (ops.len(), vec![ops::one_kernel(&ops, kept)?]),
+    };
+    let steps = with_pads(steps, &ops[..n], kept).into_iter();
+    Some((n, steps.filter(|s| !is_nothing(s)).collect()))
+}
+
+/// What is launched for the chains of a template.
+fn chains(role: &RoleProgram, all: &[Instruction]) -> Vec<Step> {
+    let calls = Calls::of_all(all);
+    let chains = calls.n_chained.iter().enumerate().filter(|(_, n)| **n > 1);
+    let steps = chains.filter_map(|(i, &n)| {
+        let steps = fused(role, &all[i..i + n], &calls.is_kept[i..i + n])?.1;
+        Some(steps)
+    });
+    steps.flatten().collect()
 }
 
 fn local_of(role: &RoleProgram, id: &BufferId) -> Option<Local> {

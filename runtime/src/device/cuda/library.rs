@@ -222,7 +222,7 @@ fn compile(source: Source, types: &Types, architecture: &str) -> Result<Vec<u8>,
 
 #[cfg(test)]
 mod tests {
-    use super::super::args::{ATTENTION, Scores};
+    use super::super::args::{ATTENTION, CHAIN, Link, Scores};
     use super::super::args::{ATTENTION_TILES, ATTENTION_TILES_GRAD, EXPERTS, MOVEMENT, SOURCES};
     use super::*;
     use cudarc::nvrtc::result;
@@ -234,6 +234,7 @@ mod tests {
             x: ["bf16"; 8],
             y: ["bf16"; 4],
             scores,
+            ..Types::default()
         };
         let mut options = types.options();
         options.push(format!("--gpu-architecture={architecture}"));
@@ -318,7 +319,7 @@ mod tests {
                     let mut types = Types {
                         x: [name; 8],
                         y: [name; 4],
-                        scores: Scores::default(),
+                        ..Types::default()
                     };
                     let words: &[&str] = match source.name == MOVEMENT.name {
                         true if name == "f32" => &["u32", "u64", "Quad"],
@@ -337,9 +338,34 @@ mod tests {
             x: ["bf16"; 8],
             y: ["bf16"; 4],
             scores: EVERYTHING,
+            ..Types::default()
         };
         for source in [ATTENTION, ATTENTION_TILES, ATTENTION_TILES_GRAD] {
             compile(source, &types, "sm_90").unwrap_or_else(|e| panic!("every switch: {e}"));
+        }
+        // As many functions as a chain has, some of which are written.
+        let link = |function, has_two, arguments, result| {
+            Some(Link {
+                function,
+                has_two,
+                arguments,
+                result,
+            })
+        };
+        let links = [
+            link(2, true, [0, 1], None),
+            link(2, true, [0, 2], Some(0)),
+            link(5, true, [3, Link::value(0)], Some(1)),
+            link(0, true, [4, Link::value(2)], Some(2)),
+        ];
+        for name in ["f32", "bf16", "f16"] {
+            let types = Types {
+                x: [name; 8],
+                y: [name; 4],
+                links,
+                ..Types::default()
+            };
+            compile(CHAIN, &types, "sm_90").unwrap_or_else(|e| panic!("four functions: {e}"));
         }
     }
 }

@@ -684,16 +684,18 @@ impl Device for Cuda {
     }
 
     fn chains(&self) -> bool {
-        self.products.is_some()
+        true
     }
 
     fn launch_chain(&mut self, stream: StreamId, chain: &Chain<'_>) -> Result<u64, RuntimeError> {
         self.bind()?;
         let n = self.launch_fused(stream, chain)?;
-        let mut most = if n > 0 {
-            WORKSPACE as u64 + self.kept_bytes
-        } else {
-            0
+        let multiplies = matches!(chain.works.first(), Some(Work::Compute { op, .. })
+            if matches!(op, OpKind::DotGeneral { .. }));
+        let mut most = match n {
+            0 => 0,
+            _ if multiplies => WORKSPACE as u64 + self.kept_bytes,
+            _ => self.kept_bytes,
         };
         let rest = chain.works.get(n..).unwrap_or_default();
         let clears = chain.clears().filter(|_| !rest.is_empty());

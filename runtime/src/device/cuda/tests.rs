@@ -89,6 +89,22 @@ fn chains_give_what_their_ops_give() {
             check(&case, Multiplier::Tuned, rounding, case.n_ops());
         }
         check(&chains::partly(dtype), Multiplier::Library, rounding, 2);
+        for case in chains::of_elements(dtype) {
+            check(&case, Multiplier::Plain, rounding, case.n_ops());
+            // In f32 to the bit as one by one.
+            if dtype == DType::F32 {
+                let bits = |all: Vec<Vec<f32>>| -> Vec<Vec<u32>> {
+                    let of = |v: Vec<f32>| v.into_iter().map(f32::to_bits).collect();
+                    all.into_iter().map(of).collect()
+                };
+                let (one, _) = case.on_gpu(Multiplier::Plain).expect("a kernel");
+                let several = case.one_by_one().expect("kernels");
+                assert_eq!(bits(one), bits(several), "{}", case.name);
+            }
+        }
+        for case in chains::of_no_kernel(dtype) {
+            check(&case, Multiplier::Plain, rounding, 0);
+        }
     }
 }
 

@@ -1,4 +1,7 @@
-//! Chains to try a device with: a product of matrices and what is done to its result.
+//! Chains to try a device with: a product of matrices and what is done to its result; and ops that go
+//! through the same elements ([`elements`]).
+
+mod elements;
 
 use super::{
     Compared, STREAM, Timed, content, context, einsum, error_by_norm, numbers, part, whole,
@@ -11,11 +14,15 @@ use ir::op::{Binary, Unary};
 use ir::program::Space;
 use ir::{DType, OpKind};
 
-/// Ops with operands and a result each, which are numbers of tensors.
+/// An op with its operands and results, which are numbers of tensors.
+type OpOf = (OpKind, Vec<usize>, Vec<usize>);
+
+/// Ops with operands and results each.
+#[derive(Clone)]
 pub(in super::super) struct ChainCase {
     pub name: String,
     tensors: Vec<Local>,
-    ops: Vec<(OpKind, Vec<usize>, usize)>,
+    ops: Vec<OpOf>,
     kept: Vec<bool>,
     /// Whether the last op, a sum in an accumulator, adds to zeros.
     is_cleared: bool,
@@ -48,7 +55,7 @@ impl ChainCase {
         let operands: Vec<[Vec<Tensor<'_>>; 2]> = self
             .ops
             .iter()
-            .map(|(_, x, y)| [x.iter().map(tensor).collect(), vec![tensor(y)]])
+            .map(|(_, x, y)| [x, y].map(|ids| ids.iter().map(tensor).collect()))
             .collect();
         let works: Vec<Work<'_>> = self
             .ops
@@ -93,9 +100,8 @@ impl ChainCase {
         let written = self.ops.iter().zip(&self.kept).enumerate();
         written
             .filter(|(i, (_, kept))| *i == last || **kept)
-            .map(|(_, ((_, _, y), _))| {
-                Ok(numbers(&self.tensors[*y], &device.read(STREAM, at[*y])?))
-            })
+            .flat_map(|(_, ((_, _, y), _))| y)
+            .map(|&y| Ok(numbers(&self.tensors[y], &device.read(STREAM, at[y])?)))
             .collect()
     }
 
@@ -104,6 +110,15 @@ impl ChainCase {
         let mut cpu = Cpu::new(self.places().1, 0, 1);
         self.results(&mut cpu, |cpu, chain| {
             cpu.launch_chain(STREAM, chain).map(|_| ())
+        })
+    }
+
+    /// By a GPU, one op after the other.
+    #[cfg(test)]
+    pub fn one_by_one(&self) -> Result<Vec<Vec<f32>>, RuntimeError> {
+        let mut gpu = Cuda::new(0, self.places().1, 0)?;
+        self.results(&mut gpu, |gpu, chain| {
+            (chain.works.iter()).try_for_each(|work| gpu.launch(STREAM, work).map(|_| ()))
         })
     }
 
@@ -140,61 +155,60 @@ fn forms(factors: &Factors, bias: &Local, flops: f64) -> Vec<ChainCase> {
     let Factors { x, w, y, text } = factors;
     let binary = |f| OpKind::Binary { f };
     let (add, gelu) = (binary(Binary::Add), OpKind::Unary { f: Unary::GeluTanh });
-    let product = (einsum(text), vec![0, 1], 2);
+    let product = (einsum(text), vec![0, 1], vec![2]);
     // Factors, product, then what each has.
-    let made =
-        |name: &str, more: &[&Local], ops: Vec<(OpKind, Vec<usize>, usize)>, kept: &[bool]| {
-            let mut tensors = vec![x.clone(), w.clone(), y.clone()];
-            tensors.extend(more.iter().map(|l| (*l).clone()));
-            let mut all = vec![product.clone()];
-            all.extend(ops);
-            ChainCase {
-                name: format!("product, {name}"),
-                tensors,
-                ops: all,
-                kept: kept.to_vec(),
-                is_cleared: false,
-                flops,
-            }
-        };
+    let made = |name: &str, more: &[&Local], ops: Vec<OpOf>, kept: &[bool]| {
+        let mut tensors = vec![x.clone(), w.clone(), y.clone()];
+        tensors.extend(more.iter().map(|l| (*l).clone()));
+        let mut all = vec![product.clone()];
+        all.extend(ops);
+        ChainCase {
+            name: format!("product, {name}"),
+            tensors,
+            ops: all,
+            kept: kept.to_vec(),
+            is_cleared: false,
+            flops,
+        }
+    };
     let (no, yes) = (false, true);
-    let biased = (add.clone(), vec![2, 3], 4);
+    let biased = (add.clone(), vec![2, 3], vec![4]);
     vec![
         made("bias", &[bias, y], vec![biased.clone()], &[no, no]),
         made(
             "bias, gelu with its argument",
             &[bias, y, y],
-            vec![biased.clone(), (gelu.clone(), vec![4], 5)],
+            vec![biased.clone(), (gelu.clone(), vec![4], vec![5])],
             &[no, yes, no],
         ),
         made(
             "bias, gelu",
             &[bias, y, y],
-            vec![biased.clone(), (gelu.clone(), vec![4], 5)],
+            vec![biased.clone(), (gelu.clone(), vec![4], vec![5])],
             &[no, no, no],
         ),
         made(
             "bias, residual",
             &[bias, y, y, y],
-            vec![biased.clone(), (add.clone(), vec![5, 4], 6)],
+            vec![biased.clone(), (add.clone(), vec![5, 4], vec![6])],
             &[no, no, no],
         ),
         made(
             "residual in its place",
             &[y],
-            vec![(add.clone(), vec![2, 3], 3)],
+            vec![(add.clone(), vec![2, 3], vec![3])],
             &[no, no],
         ),
         made(
             "gelu with its argument",
             &[y],
-            vec![(gelu, vec![2], 3)],
+            vec![(gelu, vec![2], vec![3])],
             &[yes, no],
         ),
         made(
             "gelu's gradient",
             &[y, y],
-            vec![(binary(Binary::GeluTanhGrad), vec![3, 2], 4)],
+            vec![(binary(Binary::GeluTanhGrad), vec![3, 2], vec![4])],
             &[no, no],
         ),
     ]
@@ -220,7 +234,10 @@ fn one_accumulated([x, dy, w]: [Local; 3], text: &str, is_cleared: bool, flops: 
             true => "product, accumulate to zeros".into(),
         },
         tensors: vec![x, dy, w, sum],
-        ops: vec![(einsum(text), vec![0, 1], 2), (accumulate, vec![2], 3)],
+        ops: vec![
+            (einsum(text), vec![0, 1], vec![2]),
+            (accumulate, vec![2], vec![3]),
+        ],
         kept: vec![false; 2],
         is_cleared,
         flops,
@@ -254,6 +271,18 @@ pub(in super::super) fn cases(t: DType) -> Vec<ChainCase> {
     all
 }
 
+/// Small chains of a float type that go through the same elements, all of which are one kernel.
+#[cfg(test)]
+pub(in super::super) fn of_elements(t: DType) -> Vec<ChainCase> {
+    elements::cases(t)
+}
+
+/// Chains of which there is no one kernel.
+#[cfg(test)]
+pub(in super::super) fn of_no_kernel(t: DType) -> Vec<ChainCase> {
+    elements::apart(t)
+}
+
 /// A chain of which the library takes the bias alone: rows of another length than GELU's argument may
 /// have where it is kept.
 #[cfg(test)]
@@ -272,9 +301,14 @@ pub(super) fn compare(
     (dtype, limit): (DType, f64),
     on: &mut impl FnMut(Compared),
 ) -> Result<(), RuntimeError> {
-    for case in cases(dtype) {
+    let products = cases(dtype).into_iter();
+    let both = [Multiplier::Library, Multiplier::Tuned];
+    let products = products.flat_map(|case| both.map(|by| (case.clone(), by)));
+    let elements = elements::cases(dtype).into_iter();
+    let all = products.chain(elements.map(|case| (case, Multiplier::Plain)));
+    for (case, by) in all {
         let expected = case.expected()?;
-        for by in [Multiplier::Library, Multiplier::Tuned] {
+        {
             let got = case.on_gpu(by);
             let fused = got.as_ref().map_or(0, |g| g.1);
             let error = got.map(|(got, _)| {
@@ -332,8 +366,15 @@ pub(super) fn time(
     is_over: &impl Fn() -> bool,
     on: &mut impl FnMut(Timed),
 ) -> Result<(), RuntimeError> {
-    for case in real(samples, tokens) {
-        for by in [Multiplier::Library, Multiplier::Tuned] {
+    let products = real(samples, tokens).into_iter();
+    let elements = elements::real(samples, tokens).into_iter();
+    let all = products.map(|case| (case, &[Multiplier::Library, Multiplier::Tuned][..]));
+    // The newest ones first: a visit may end before all are timed.
+    for (case, multipliers) in elements
+        .map(|case| (case, &[Multiplier::Plain][..]))
+        .chain(all)
+    {
+        for &by in multipliers {
             if is_over() {
                 return Ok(());
             }
@@ -341,13 +382,17 @@ pub(super) fn time(
             let mut gpu = Cuda::with(0, bytes, 0, Matmuls { by, tf32: false })?;
             let mut moved = 0;
             for (i, local) in case.tensors.iter().enumerate() {
-                let is_middle = case
+                // One that is read and written counts for each.
+                let is_result = case
                     .ops
                     .iter()
                     .zip(&case.kept)
                     .enumerate()
-                    .any(|(k, ((_, _, y), kept))| *y == i && !kept && k + 1 < case.ops.len());
-                moved += if is_middle { 0 } else { local.bytes() };
+                    .any(|(k, (op, kept))| (*kept || k + 1 == case.ops.len()) && op.2.contains(&i));
+                let made = case.ops.iter().position(|op| op.2.contains(&i));
+                let read = case.ops.iter().position(|op| op.1.contains(&i));
+                let is_operand = read.is_some_and(|r| made.is_none_or(|m| r <= m));
+                moved += local.bytes() * (usize::from(is_operand) + usize::from(is_result));
             }
             for is_one in [true, false] {
                 let timed = case.write(&mut gpu, &at).and_then(|()| {

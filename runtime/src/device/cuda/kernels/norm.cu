@@ -37,9 +37,36 @@ template <class T> DEVICE void take_row(Piece<T> &piece, const In<T> &x, i64 row
     FOR_EIGHTS(k, c, rows, width) piece.part[k] = take8(x, row * width + c);
 }
 
+// A row of sums, which is written if anybody else wants it.
+template <class L, class R, class S> struct Sums {
+    In<L> l;
+    In<R> r;
+    Out<S> sum;
+    bool is_written;
+    __device__ __forceinline__ Sums(const Args &a)
+        : l(a.x[0]), r(a.x[1]), sum(a.n[3] != 0 ? a.y[0] : Span{a.x[0].at, 0}),
+          is_written(a.n[3] != 0) {}
+};
+template <class L, class R, class S>
+DEVICE void take_row(Piece<S> &piece, const Sums<L, R, S> &from, i64 row, const Rows &rows,
+                     int width) {
+    Piece<L> left;
+    Piece<R> right;
+    take_row(left, from.l, row, rows, width);
+    take_row(right, from.r, row, rows, width);
+    float v[8], w[8];
+    FOR_EIGHTS(k, c, rows, width) {
+        widen8(left.part[k], v);
+        widen8(right.part[k], w);
+        for (int i = 0; i < 8; i++) v[i] = plus(v[i], w[i]);
+        piece.part[k] = stored8<S>(v);
+        if (from.is_written) put8(from.sum, row * width + c, piece.part[k]);
+    }
+}
+
 // The norm of rows by eights; the mean is 0 where there is none.
-template <class X, class Gamma, class Beta, class Y, class Mean, class Rstd>
-DEVICE void norm_rows(const Args &a, const In<X> &x, const In<Gamma> &gamma, Beta beta,
+template <class X, class From, class Gamma, class Beta, class Y, class Mean, class Rstd>
+DEVICE void norm_rows(const Args &a, const From &x, const In<Gamma> &gamma, Beta beta,
                       const Out<Y> &y, Mean set_mean, const Rstd &rstds, bool is_centred) {
     const Rows rows(a);
     const int width = (int)a.n[1];
@@ -86,7 +113,7 @@ KERNEL(layer_norm) {
     if (WIDE) {
         const auto bias = [&](i64 c, float *b) { load8(beta, c, b); };
         const auto set_mean = [&](i64 row, float mean) { means.set(row, mean); };
-        norm_rows(a, x, gamma, bias, y, set_mean, rstds, true);
+        norm_rows<T0>(a, x, gamma, bias, y, set_mean, rstds, true);
         return;
     }
     for (i64 row = blockIdx.x; row < a.n[0]; row += gridDim.x) {
@@ -118,7 +145,7 @@ KERNEL(rms_norm) {
         const auto bias = [](i64, float *b) {
             for (int i = 0; i < 8; i++) b[i] = 0;
         };
-        norm_rows(a, x, gamma, bias, y, [](i64, float) {}, rstds, false);
+        norm_rows<T0>(a, x, gamma, bias, y, [](i64, float) {}, rstds, false);
         return;
     }
     for (i64 row = blockIdx.x; row < a.n[0]; row += gridDim.x) {
@@ -132,6 +159,28 @@ KERNEL(rms_norm) {
             y.set(row * width + c, x[row * width + c] * rstd * gamma[c]);
         if (threadIdx.x == 0) rstds.set(row, rstd);
     }
+}
+
+// Both with the sum that they are a norm of, by eights alone: two operands in place of x, and the sum
+// before y; n[3] = whether it is written.
+KERNEL(sum_layer_norm) {
+    In<T2> gamma(a.x[2]);
+    In<T3> beta(a.x[3]);
+    Out<O1> y(a.y[1]);
+    Out<O2> means(a.y[2]);
+    Out<O3> rstds(a.y[3]);
+    const auto bias = [&](i64 c, float *b) { load8(beta, c, b); };
+    const auto set_mean = [&](i64 row, float mean) { means.set(row, mean); };
+    norm_rows<O0>(a, Sums<T0, T1, O0>(a), gamma, bias, y, set_mean, rstds, true);
+}
+KERNEL(sum_rms_norm) {
+    In<T2> gamma(a.x[2]);
+    Out<O1> y(a.y[1]);
+    Out<O2> rstds(a.y[2]);
+    const auto bias = [](i64, float *b) {
+        for (int i = 0; i < 8; i++) b[i] = 0;
+    };
+    norm_rows<O0>(a, Sums<T0, T1, O0>(a), gamma, bias, y, [](i64, float) {}, rstds, false);
 }
 
 // dx = rstd * (g - avg(g) - xhat * avg(g * xhat)), g = dy * gamma; without avg(g) where there is
@@ -153,11 +202,11 @@ DEVICE void grad_input(const Dy &dy, const X &x, const Gamma &gamma, float mean,
     }
 }
 
-// The same by eights.
-template <class Dy, class X, class Gamma, class Dx>
+// The same by eights; `more` adds to eight of them.
+template <class Dy, class X, class Gamma, class More, class Dx>
 DEVICE void grad_input_by_eights(const In<Dy> &dy, const In<X> &x, const In<Gamma> &gamma,
                                  float mean, float rstd, bool is_centred, i64 row,
-                                 const Rows &rows, int width, const Out<Dx> &dx) {
+                                 const Rows &rows, int width, More more, const Out<Dx> &dx) {
     Piece<Dy> dys;
     Piece<X> xs;
     take_row(dys, dy, row, rows, width);
@@ -180,6 +229,7 @@ DEVICE void grad_input_by_eights(const In<Dy> &dy, const In<X> &x, const In<Gamm
         load8(gamma, c, g);
         for (int i = 0; i < 8; i++)
             d[i] = rstd * (d[i] * g[i] - avg_g - (v[i] - mean) * rstd * avg_gx);
+        more(row * width + c, d);
         store8(dx, row * width + c, d);
     }
 }
@@ -192,7 +242,7 @@ DEVICE void grad_inputs(const Args &a, const In<Dy> &dy, const In<X> &x, const I
         const Rows rows(a);
         for (i64 row = rows.first; row < a.n[0]; row += rows.step)
             grad_input_by_eights(dy, x, gamma, mean(row), rstd[row], is_centred, row, rows,
-                                 (int)a.n[1], dx);
+                                 (int)a.n[1], [](i64, float *) {}, dx);
         return;
     }
     for (i64 row = blockIdx.x; row < a.n[0]; row += gridDim.x)
@@ -218,6 +268,45 @@ KERNEL(rms_norm_grad_input) {
     In<T3> rstd(a.x[3]);
     Out<O0> dx(a.y[0]);
     grad_inputs(a, dy, x, gamma, [](i64) { return 0.0f; }, rstd, false, dx);
+}
+
+// With another gradient that is added, by eights alone.
+template <class Dy, class X, class Gamma, class Mean, class Rstd, class Other, class Dx>
+DEVICE void grad_inputs_sum(const Args &a, const In<Dy> &dy, const In<X> &x, const In<Gamma> &gamma,
+                            Mean mean, const Rstd &rstd, bool is_centred, const In<Other> &other,
+                            const Out<Dx> &dx) {
+    const Rows rows(a);
+    const auto more = [&](i64 at, float *d) {
+        float o[8];
+        load8(other, at, o);
+        for (int i = 0; i < 8; i++) d[i] = plus(d[i], o[i]);
+    };
+    for (i64 row = rows.first; row < a.n[0]; row += rows.step)
+        grad_input_by_eights(dy, x, gamma, mean(row), rstd[row], is_centred, row, rows,
+                             (int)a.n[1], more, dx);
+}
+
+// dy, x, gamma, mean, rstd and another gradient to its sum with dx.
+KERNEL(layer_norm_grad_input_sum) {
+    In<T0> dy(a.x[0]);
+    In<T1> x(a.x[1]);
+    In<T2> gamma(a.x[2]);
+    In<T3> means(a.x[3]);
+    In<T4> rstd(a.x[4]);
+    In<T5> other(a.x[5]);
+    Out<O0> dx(a.y[0]);
+    grad_inputs_sum(a, dy, x, gamma, [&](i64 row) { return means[row]; }, rstd, true, other, dx);
+}
+
+// dy, x, gamma, rstd and another gradient to its sum with dx.
+KERNEL(rms_norm_grad_input_sum) {
+    In<T0> dy(a.x[0]);
+    In<T1> x(a.x[1]);
+    In<T2> gamma(a.x[2]);
+    In<T3> rstd(a.x[3]);
+    In<T4> other(a.x[4]);
+    Out<O0> dx(a.y[0]);
+    grad_inputs_sum(a, dy, x, gamma, [](i64) { return 0.0f; }, rstd, false, other, dx);
 }
 
 // Sums over a part of the rows of dy * xhat and dy, for 32 columns a block of 32 x 8 threads, or 32

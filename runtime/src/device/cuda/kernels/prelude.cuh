@@ -190,17 +190,24 @@ template <class T> DEVICE void widen8(const Eight<T> &from, float *v) {
     }
 }
 template <class T> DEVICE void load8(const In<T> &x, i64 i, float *v) { widen8(take8(x, i), v); }
-template <class T> DEVICE void store8(const Out<T> &y, i64 i, const float *v) {
+// Eight numbers as they are stored.
+template <class T> DEVICE Eight<T> stored8(const float *v) {
+    const int in_word = 4 / (int)sizeof(T); // elements
+    Eight<T> to;
+#pragma unroll
+    for (int w = 0; w < 8 / in_word; w++) to.q[w / 4].w[w % 4] = word_of<T>(v + in_word * w);
+    return to;
+}
+template <class T> DEVICE void put8(const Out<T> &y, i64 i, const Eight<T> &v) {
 #ifdef __EMULATED_CUDA__
     y.at(i + 7);
     if ((u64)&y.at(i) % 16 != 0)
         emulated_block->fail("misaligned address of eight elements, of", (u64)i, y.count);
 #endif
-    const int in_word = 4 / (int)sizeof(T); // elements
-    Eight<T> to;
-#pragma unroll
-    for (int w = 0; w < 8 / in_word; w++) to.q[w / 4].w[w % 4] = word_of<T>(v + in_word * w);
-    *(Eight<T> *)&y.at(i) = to;
+    *(Eight<T> *)&y.at(i) = v;
+}
+template <class T> DEVICE void store8(const Out<T> &y, i64 i, const float *v) {
+    put8(y, i, stored8<T>(v));
 }
 // Whether elements are taken by eights: all are aligned and their number is a multiple of 8.
 #define WIDE (a.n[63] != 0)
@@ -294,6 +301,23 @@ DEVICE float power_of_two(float x) {
 #endif
 }
 #define LOG2_E 1.44269504f
+
+// a + b, which is never made one with the product that a is: what is computed does not depend on what
+// stands around it.
+DEVICE float plus(float a, float b) {
+#ifdef __EMULATED_CUDA__
+    return a + b;
+#else
+    return __fadd_rn(a, b);
+#endif
+}
+
+// The number that is read where `v` is written as this type.
+template <class T> DEVICE float as_stored(float v) {
+    T t;
+    round_to(v, t);
+    return widen(t);
+}
 
 DEVICE float larger(float a, float b) { return (a >= b || a != a) ? a : b; }
 

@@ -41,6 +41,15 @@ fn binary(f: Binary) -> i64 {
     }
 }
 
+/// The kernels' number of a function that is given whole tensors, and its factor.
+pub(super) fn function(kind: &OpKind) -> Option<(i64, f64)> {
+    match kind {
+        OpKind::Unary { f } => Some(unary(*f)),
+        OpKind::Binary { f } => Some((binary(*f), 0.0)),
+        _ => None,
+    }
+}
+
 impl Op<'_> {
     /// Bytes of scratch memory for a cosine and a sine of each pair of a position.
     pub(super) fn elements_scratch(&self) -> usize {

@@ -2,6 +2,7 @@
 
 mod attention;
 mod chain;
+mod elements;
 mod elementwise;
 mod embedding;
 mod experts;
@@ -12,6 +13,7 @@ mod rows;
 mod update;
 
 pub(super) use chain::fused;
+pub(super) use elements::one_kernel;
 pub(super) use movement::{fill, lay, lift, pack, pad, slice, unpack, words};
 pub(super) use update::now;
 

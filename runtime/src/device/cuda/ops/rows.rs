@@ -81,7 +81,7 @@ impl Op<'_> {
         self.operands(call).n(0, &[rows as i64, width as i64])
     }
     /// A norm or its gradient: a row is a warp's or a block's, in registers, if it fits there.
-    fn norm(&self, kernel: &'static str) -> Call {
+    pub(super) fn norm(&self, kernel: &'static str) -> Call {
         let (rows, width) = self.matrix();
         let mut call = self.each_row(NORM, kernel);
         let of_thread = 8 * MOST_EIGHTS;
