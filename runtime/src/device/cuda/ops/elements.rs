@@ -9,6 +9,8 @@ use ir::{DType, OpKind};
 
 /// Most operands of a kernel of functions: the kernel's.
 const OPERANDS: usize = 5;
+/// Most threads of a row of sums: in f32 each has 160 registers of the 65,536 of a multiprocessor.
+const MOST_THREADS_OF_A_SUM: u32 = 256;
 
 fn overlap(a: Span, b: Span) -> bool {
     a.at < b.at + b.bytes && b.at < a.at + a.bytes
@@ -147,7 +149,8 @@ fn normed(ops: &[Op<'_>], is_kept: bool) -> Option<Step> {
         OpKind::LayerNorm { eps } => ("sum_layer_norm", eps),
         _ => return None,
     };
-    let mut call = along_rows(norm, kernel, [sum.x, &x, &y])?;
+    let call = along_rows(norm, kernel, [sum.x, &x, &y])?;
+    let mut call = (call.threads <= MOST_THREADS_OF_A_SUM).then_some(call)?;
     if !is_kept {
         // Results begin with the sum.
         let (spans, types) = (call.args.y, call.types.y);
