@@ -55,6 +55,7 @@ pub use cluster::Machine;
 pub use facts::Facts;
 pub use figures::Figure;
 pub use free::{Free, free};
+pub use named::is_held_out;
 pub use output::{OUTPUT_COLUMNS, output};
 pub use predict::{
     Lowered, Outcome, Predicted, Question, lower, planned, predict, predicted, price, question,

@@ -30,6 +30,9 @@ pub struct Shape {
     /// Whether it is trained with layers that predict further tokens, which are left out.
     #[serde(default)]
     pub further_tokens: bool,
+    /// Whether its rows check what was fitted to others, so that no figure is fitted to them.
+    #[serde(default)]
+    held_out: bool,
     /// The public configuration.
     pub source: String,
 }
@@ -87,6 +90,11 @@ pub fn shape(row: &Row) -> Option<&'static Shape> {
     FILE.model.iter().find(|m| is_one_of(row, &m.names))
 }
 
+/// Whether no figure may be fitted to a row: it is of a model that checks what was fitted to others.
+pub fn is_held_out(row: &Row) -> bool {
+    shape(row).is_some_and(|s| s.held_out)
+}
+
 impl Shape {
     /// The value of a column.
     pub fn value(&self, column: &str) -> Option<u64> {
@@ -134,7 +142,9 @@ mod tests {
             let built_in = shape(&row(name)).unwrap().built_in();
             assert_eq!(built_in.map(|b| b.0), Some(config), "{name}");
             assert!(unsupported(&row(name)).is_none());
+            assert!(is_held_out(&row(name)));
         }
+        assert!(is_held_out(&row("DeepSeek V3 671B")) && !is_held_out(&row("GPT OSS 120B")));
         assert!(unsupported(&row("DeepSeekV4 Flash")).is_some());
         assert!(unsupported(&row("nemotron-4-340b")).is_none());
     }
