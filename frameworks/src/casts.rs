@@ -7,6 +7,7 @@
 //! for the step, and what is gathered travels in it, so that a rank casts its own part.
 //! A tensor that is cast once in a step is left out.
 
+use crate::Software;
 use ir::collective::CollectiveKind;
 use ir::op::OpKind;
 use ir::program::{BufferClass, InstrKind, Instruction, RoleProgram, TemplateKind};
@@ -17,20 +18,19 @@ use std::collections::{HashMap, HashSet};
 pub(super) struct Casts<'a> {
     role: &'a RoleProgram,
     kind: TemplateKind,
-    /// Whether gathers move what has been cast.
-    narrow_gathers: bool,
+    software: &'a Software,
     made: HashSet<BufferId>,
-    cast: HashSet<BufferId>,
+    cast: HashSet<(BufferId, DType)>,
     /// By buffer that was gathered: this rank's part of it.
     parts: HashMap<BufferId, BufferId>,
 }
 
 impl<'a> Casts<'a> {
-    pub(super) fn new(role: &'a RoleProgram, kind: TemplateKind, narrow_gathers: bool) -> Self {
+    pub(super) fn new(role: &'a RoleProgram, kind: TemplateKind, software: &'a Software) -> Self {
         Casts {
             role,
             kind,
-            narrow_gathers,
+            software,
             made: HashSet::new(),
             cast: HashSet::new(),
             parts: HashMap::new(),
@@ -45,19 +45,22 @@ impl<'a> Casts<'a> {
                 kind: CollectiveKind::AllGather,
                 items,
                 ..
-            } if self.narrow_gathers => {
+            } if self.software.narrow_gathers => {
                 for item in items {
                     self.parts.insert(item.output, self.part(item.input));
                 }
             }
             InstrKind::Compute {
+                path,
                 kind: OpKind::DotGeneral { .. },
                 inputs,
                 ..
             } if inputs.iter().all(|b| self.is_half(*b)) => {
-                let parts = inputs.iter().map(|b| self.part(*b));
-                first = parts.filter(|b| self.is_cast_here(*b)).collect();
-                first.retain(|b| self.cast.insert(*b));
+                if let Some(narrow) = self.software.narrow_of(path) {
+                    let parts = inputs.iter().map(|b| self.part(*b));
+                    first = parts.filter(|b| self.is_cast_here(*b)).collect();
+                    first.retain(|b| self.cast.insert((*b, narrow.dtype)));
+                }
             }
             _ => {}
         }
@@ -90,6 +93,7 @@ impl<'a> Casts<'a> {
 mod tests {
     use super::*;
     use crate::testing::{buffer, instr, role};
+    use crate::{Exception, Narrow, Scaling};
     use ir::op::Einsum;
     use ir::program::{Buffer, CollectiveItem};
     use ir::reshard::LayoutStep;
@@ -112,9 +116,9 @@ mod tests {
         role.buffers = classes.iter().map(half).collect();
         role.buffers[4].dtype = DType::F32;
         let ids = |all: &[u32]| all.iter().map(|&b| BufferId(b)).collect::<Vec<_>>();
-        let dot = |inputs: &[u32], output: u32| {
+        let named = |path: &str, inputs: &[u32], output: u32| {
             let kind = InstrKind::Compute {
-                path: "dot".into(),
+                path: path.into(),
                 kind: OpKind::DotGeneral {
                     einsum: Einsum::parse("mk,kn->mn").unwrap(),
                 },
@@ -123,6 +127,7 @@ mod tests {
             };
             instr(kind, crate::testing::KERNELS, &[])
         };
+        let dot = |inputs: &[u32], output: u32| named("dot", inputs, output);
         let gather = instr(
             InstrKind::Collective {
                 kind: CollectiveKind::AllGather,
@@ -136,18 +141,34 @@ mod tests {
             crate::testing::COLLECTIVES,
             &[],
         );
-        let mut forward = Casts::new(&role, TemplateKind::Forward, true);
+        let software = |narrow_gathers| Software {
+            narrow: Some(Narrow {
+                dtype: DType::F8e4m3,
+                scaling: Scaling::Delayed,
+                share: 1.0,
+            }),
+            exceptions: vec![Exception {
+                ops: "wide".into(),
+                narrow: None,
+            }],
+            narrow_gathers,
+            ..Software::plain("a framework")
+        };
+        let (narrow, plain) = (software(true), software(false));
+        let mut forward = Casts::new(&role, TemplateKind::Forward, &narrow);
         assert_eq!(forward.of(&gather), []);
+        // What runs in the activations' type casts nothing.
+        assert_eq!(forward.of(&named("wide", &[2, 0], 3)), []);
         // This rank's part of x, for two matmuls; parameters and the loss never.
         assert_eq!(forward.of(&dot(&[2, 0], 3)), [BufferId(1)]);
         assert_eq!(forward.of(&dot(&[2, 0], 3)), []);
         assert_eq!(forward.of(&dot(&[4, 0], 4)), []);
         // Gathered before it is cast, where gathers move what they are given.
-        let mut wide = Casts::new(&role, TemplateKind::Forward, false);
+        let mut wide = Casts::new(&role, TemplateKind::Forward, &plain);
         wide.of(&gather);
         assert_eq!(wide.of(&dot(&[2, 0], 3)), [BufferId(2)]);
         // Kept from the forward pass; what is made again is cast again.
-        let mut backward = Casts::new(&role, TemplateKind::Backward, true);
+        let mut backward = Casts::new(&role, TemplateKind::Backward, &narrow);
         assert_eq!(backward.of(&gather), []);
         assert_eq!(backward.of(&dot(&[2, 3], 2)), []);
         let relu = crate::testing::relu("relu", 4, 3);

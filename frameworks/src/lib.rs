@@ -12,7 +12,7 @@
 //! * `software`, `held`: what a framework does and holds, as data.
 //! * `express`: what a framework can express of a plan.
 //! * `streams`: what waits for what.
-//! * `ops`, `attention`: single kernels; `casts`: operands in eight and four bits.
+//! * `ops`, `attention`: single kernels; `casts`, `gathers`: operands in eight and four bits.
 //! * `fused`, `accumulated`, `experts`: kernels that are one; tokens on their way.
 //! * `host`: kernels that wait until they are issued.
 //! * `pieces`, `paired`, `contention`: collectives beside kernels.
@@ -26,6 +26,7 @@ mod contention;
 mod experts;
 mod express;
 mod fused;
+mod gathers;
 mod held;
 mod host;
 mod ops;
@@ -42,7 +43,7 @@ pub use express::{
 };
 pub use held::{InFlight, ProcessMemory, Reuse};
 pub use process::{MemoryUse, memory_use};
-pub use software::{AttentionKernel, Scaling, Software};
+pub use software::{AttentionKernel, Exception, Narrow, Scaling, Software};
 
 use cost_model::SimError;
 use cost_model::costs::{Costs, costs};

@@ -1,8 +1,8 @@
 //! Time of one op on one device, as software executes it: the op's work with what the software
 //! moves more or less, what it casts first, and which kernels of attention it has.
 
-use crate::Software;
 use crate::attention;
+use crate::{Narrow, Software};
 use cost_model::compute::{is_elementwise, memory_time, work_time};
 use ir::DType;
 use ir::cluster::Cluster;
@@ -30,6 +30,9 @@ pub(crate) struct Around<'a> {
     /// The operands that a matmul in a narrower type casts into the copies that are kept, where
     /// they are; else it casts its own operands, as if no other matmul read them.
     pub kept_casts: Option<&'a [Local]>,
+    /// The type that it runs in as a matmul with a parameter, where it is narrower than the
+    /// activations'.
+    pub narrow: Option<Narrow>,
 }
 
 /// Seconds of an op on the device.
@@ -75,23 +78,20 @@ pub(crate) fn device_time(
         return cluster.device.launch_s + busy;
     }
     let is_cast = is_cast_matmul(kind, operands);
-    let Some(narrow) = software.matmul_dtype.filter(|_| is_cast) else {
+    let Some(narrow) = around.narrow.filter(|_| is_cast) else {
         return work_time(cluster, dtype, &work).0;
     };
-    work.matmul_flops /= software.narrow_matmul_share;
+    work.matmul_flops /= narrow.share;
     let (cast, copies) = match around.kept_casts {
         None => (operands, 1.0),
         Some(first) => (first, COPIES),
     };
-    let casts: f64 = cast
-        .iter()
-        .map(|o| cast_bytes(o, copies, narrow, software))
-        .sum();
-    let traffic = match software.fuses_casts() {
+    let casts: f64 = cast.iter().map(|o| cast_bytes(o, copies, narrow)).sum();
+    let traffic = match software.fuses_casts(narrow.scaling) {
         true => software.elementwise_traffic,
         false => 1.0,
     };
-    work_time(cluster, narrow, &work).0 + memory_time(cluster, casts * traffic)
+    work_time(cluster, narrow.dtype, &work).0 + memory_time(cluster, casts * traffic)
 }
 
 /// Seconds in which the host issues the kernels of an op.
@@ -123,11 +123,11 @@ fn is_cast_matmul(kind: &OpKind, operands: &[(DType, Vec<u64>)]) -> bool {
 
 /// Bytes of casting an operand: read once, its copies written in the narrow type, and what its
 /// scales take.
-fn cast_bytes(operand: &(DType, Vec<u64>), copies: f64, narrow: DType, software: &Software) -> f64 {
+fn cast_bytes(operand: &(DType, Vec<u64>), copies: f64, narrow: Narrow) -> f64 {
     let elements: f64 = operand.1.iter().map(|&n| n as f64).product();
     let source = operand.0.bytes() as f64;
-    let scales = software.matmul_scaling.extra_bytes(source);
-    elements * (source + copies * narrow.bits() as f64 / 8.0 + scales)
+    let scales = narrow.scaling.extra_bytes(source);
+    elements * (source + copies * narrow.dtype.bits() as f64 / 8.0 + scales)
 }
 
 /// Bytes that an op moves over what one kernel would.
@@ -155,12 +155,14 @@ mod tests {
     #[test]
     fn narrow_operands_are_cast_as_their_recipe_does() {
         let operand = (DType::Bf16, vec![100, 320]);
-        let software = |matmul_scaling| Software {
-            matmul_scaling,
-            ..Software::plain("a framework")
+        let bytes = |dtype, scaling| {
+            let narrow = Narrow {
+                dtype,
+                scaling,
+                share: 1.0,
+            };
+            cast_bytes(&operand, 1.0, narrow) / 32_000.0
         };
-        let bytes =
-            |narrow, scaling| cast_bytes(&operand, 1.0, narrow, &software(scaling)) / 32_000.0;
         assert_eq!(bytes(DType::F8e4m3, Scaling::Delayed), 2.0 + 1.0);
         assert_eq!(bytes(DType::F8e4m3, Scaling::Tensor), 2.0 + 2.0 + 1.0);
         assert_eq!(

@@ -5,7 +5,9 @@ use crate::casts::Casts;
 use crate::fused::Fused;
 use crate::ops::{self, Around, Local};
 use crate::streams::is_of;
-use crate::{Software, accumulated, contention, experts, fused, host, paired, pieces, repeat};
+use crate::{
+    Software, accumulated, contention, experts, fused, gathers, host, paired, pieces, repeat,
+};
 use cost_model::classes::kinds_of_group;
 use cost_model::collectives::Group;
 use cost_model::compute::copy_time;
@@ -31,6 +33,7 @@ pub(crate) fn price(
         role,
         shapes: shapes.collect(),
         copies: experts::copies(role).filter(|_| software.dispatch_once_per_host),
+        gathered: gathers::types(software, role),
         groups: HashMap::new(),
     };
     let mut host_s: Vec<Vec<f64>> = Vec::with_capacity(role.templates.len());
@@ -63,6 +66,8 @@ struct Prices<'a> {
     software: &'a Software,
     role: &'a RoleProgram,
     shapes: Vec<Local>,
+    /// Types in which buffers travel to the ranks whose matmuls read them.
+    gathered: HashMap<BufferId, DType>,
     /// Experts of a token, where it crosses the network once for each host.
     copies: Option<u64>,
     /// By axes: one group of each kind.
@@ -73,7 +78,7 @@ impl Prices<'_> {
     /// Prices the instructions of a template by themselves; returns the seconds in which the host
     /// issues each, a collective as one kernel.
     fn template(&mut self, template: &Template, costs: &mut [InstrCost]) -> Vec<f64> {
-        let mut casts = Casts::new(self.role, template.kind, self.software.narrow_gathers);
+        let mut casts = Casts::new(self.role, template.kind, self.software);
         let fused = self.fused(template);
         let of_other_kernels = fused::made(template, &fused);
         let mut host_s = vec![0.0; costs.len()];
@@ -86,16 +91,17 @@ impl Prices<'_> {
             cast.retain(|b| !of_other_kernels.contains(b));
             match &instruction.kind {
                 InstrKind::Compute {
+                    path,
                     kind,
                     inputs,
                     outputs,
-                    ..
                 } => {
                     let (operands, results) = (self.local(inputs), self.local(outputs));
                     let cast = self.local(&cast);
                     let around = Around {
                         unmoved_bytes: fused.unmoved_bytes,
                         more_bytes: fused.more_bytes,
+                        narrow: self.software.narrow_of(path),
                         kept_casts: self.software.kept_casts.then_some(&cast[..]),
                     };
                     let (c, s) = (self.cluster, self.software);
@@ -241,7 +247,9 @@ impl Prices<'_> {
         let bytes = self.bytes(item.input).max(self.bytes(item.output));
         let dtype = self.role.buffer(item.input).dtype;
         let half = matches!(dtype, DType::Bf16 | DType::F16);
-        let narrow = (self.software.matmul_dtype).filter(|_| self.software.narrow_gathers);
+        let usual = self.software.narrow.map(|n| n.dtype);
+        let narrow = self.gathered.get(&item.output).copied().or(usual);
+        let narrow = narrow.filter(|_| self.software.narrow_gathers);
         match (kind, narrow, self.software.gradient_dtype) {
             (CollectiveKind::AllGather, Some(narrow), _) if half => {
                 bytes / dtype.bytes() * narrow.bits() / 8

@@ -5,6 +5,7 @@
 
 use crate::held::ProcessMemory;
 use ir::DType;
+use ir::pattern::matches;
 use serde::Deserialize;
 
 /// The behaviour of one generation of a framework.
@@ -46,13 +47,10 @@ pub struct Software {
     /// Whether a token crosses the network once for each host that its experts are in, and is
     /// copied there (DeepEP, HybridEP).
     pub dispatch_once_per_host: bool,
-    /// Element type that matmuls with parameters run in, where it is not that of the
-    /// activations: operands are cast before.
-    pub matmul_dtype: Option<DType>,
-    /// How those operands are scaled into the narrower type.
-    pub matmul_scaling: Scaling,
-    /// Share of the rate of a matmul in that type that the kernel for this scaling reaches.
-    pub narrow_matmul_share: f64,
+    /// The type that matmuls with parameters run in, where it is not that of the activations.
+    pub narrow: Option<Narrow>,
+    /// Matmuls that run in another type than `narrow`; of several that name an op the first counts.
+    pub exceptions: Vec<Exception>,
     /// Whether operands are cast once, into the copies of all matmuls that read them, and kept:
     /// parameters for a step, activations from the forward to the backward pass.
     pub kept_casts: bool,
@@ -68,7 +66,7 @@ pub struct Software {
     /// Whether parameters are gathered ahead of the layer that needs them, beside the reductions
     /// of gradients.
     pub prefetched_parameters: bool,
-    /// Whether operands that are gathered for a matmul travel in `matmul_dtype`.
+    /// Whether operands that are gathered for a matmul travel in the type of that matmul.
     pub narrow_gathers: bool,
     /// Names of the mesh axes over whose gathers and scatters a tensor is copied once more,
     /// because its shards do not lie one after the other in memory.
@@ -109,6 +107,27 @@ pub struct Software {
     /// The memory of a rank's process; where it is absent, the arena of the program and what
     /// the device reserves (`memory_reserved_bytes`).
     pub memory: Option<ProcessMemory>,
+}
+
+/// A type of matmuls that is narrower than that of the activations: operands are cast before.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Narrow {
+    /// The element type.
+    pub dtype: DType,
+    /// How operands are scaled into it.
+    pub scaling: Scaling,
+    /// Share of the rate of a matmul in that type that the kernel for this scaling reaches.
+    pub share: f64,
+}
+
+/// Matmuls that run in a type of their own.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Exception {
+    /// Paths of their ops in the forward graph, with `*` for any characters; gradients and what is
+    /// recomputed run as their op does.
+    pub ops: String,
+    /// Their type; that of the activations where there is none.
+    pub narrow: Option<Narrow>,
 }
 
 /// How the operands of a matmul are scaled before they are cast to eight or four bits, in the
@@ -176,15 +195,29 @@ pub enum AttentionKernel {
 }
 
 impl Software {
-    /// Whether a cast to the type of matmuls is part of the kernel before it and moves what
+    /// Whether a cast with this scaling is part of the kernel before it and moves what
     /// elementwise operations do. Where casts are kept (Transformer Engine) only delayed scaling
     /// knows the scale before the values, so only its norms write the narrow type themselves;
     /// a compiler fuses what is not scaled at two levels.
-    pub fn fuses_casts(&self) -> bool {
+    pub fn fuses_casts(&self, scaling: Scaling) -> bool {
         match self.kept_casts {
-            true => self.matmul_scaling == Scaling::Delayed,
-            false => self.matmul_scaling.is_fused(),
+            true => scaling == Scaling::Delayed,
+            false => scaling.is_fused(),
         }
+    }
+
+    /// The type that a matmul with a parameter runs in, by the path of its op in the program, where it
+    /// is narrower than the activations'.
+    pub fn narrow_of(&self, path: &str) -> Option<Narrow> {
+        let op = forward_op(path);
+        let own = self.exceptions.iter().find(|e| matches(&e.ops, op));
+        own.map_or(self.narrow, |e| e.narrow)
+    }
+
+    /// All types that matmuls run in beside that of the activations.
+    pub fn narrow_types(&self) -> impl Iterator<Item = DType> {
+        let exceptions = self.exceptions.iter().filter_map(|e| e.narrow);
+        self.narrow.into_iter().chain(exceptions).map(|n| n.dtype)
     }
 
     /// Software of which the device's figures say all: nothing waits, nothing is cast.
@@ -206,9 +239,8 @@ impl Software {
             fused_experts: false,
             overlapped_dispatch: false,
             dispatch_once_per_host: false,
-            matmul_dtype: None,
-            matmul_scaling: Scaling::default(),
-            narrow_matmul_share: 1.0,
+            narrow: None,
+            exceptions: Vec::new(),
             kept_casts: false,
             collective_multiprocessors: 0,
             blocking_axes: Vec::new(),
@@ -228,5 +260,56 @@ impl Software {
             fused_gradient_sums: false,
             memory: None,
         }
+    }
+}
+
+/// The path of the forward op that a program's op is, computes a gradient of or makes again: the names
+/// that the training graph gives these begin with `grad.` and `recompute.`, and a gradient's ends with the
+/// operand that it is of.
+fn forward_op(path: &str) -> &str {
+    let path = path.strip_prefix("recompute.").unwrap_or(path);
+    let gradient = path.strip_prefix("grad.").and_then(|p| p.rsplit_once('.'));
+    gradient.map_or(path, |(op, _)| op)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_exception_that_names_an_op_says_its_type() {
+        let narrow = |dtype, scaling| Narrow {
+            dtype,
+            scaling,
+            share: 1.0,
+        };
+        let four = narrow(DType::F4e2m1, Scaling::Block16);
+        let eight = narrow(DType::F8e4m3, Scaling::Block32);
+        let exception = |ops: &str, narrow| Exception {
+            ops: ops.into(),
+            narrow,
+        };
+        let software = Software {
+            narrow: Some(four),
+            exceptions: vec![
+                exception("h.0.*", None),
+                exception("h.*.mamba.out", Some(eight)),
+            ],
+            ..Software::plain("a framework")
+        };
+        for (path, expected) in [
+            ("h.1.mamba.x", Some(four)),
+            ("h.1.mamba.out", Some(eight)),
+            ("grad.h.1.mamba.out.lhs", Some(eight)),
+            ("grad.h.1.mamba.out.rhs", Some(eight)),
+            ("recompute.h.1.mamba.out", Some(eight)),
+            ("h.0.mamba.out", None),
+            ("grad.h.0.mamba.x.rhs", None),
+        ] {
+            assert_eq!(software.narrow_of(path), expected, "{path}");
+        }
+        let types: Vec<DType> = software.narrow_types().collect();
+        assert_eq!(types, [DType::F4e2m1, DType::F8e4m3]);
+        assert_eq!(Software::plain("another").narrow_of("h.1.mamba.x"), None);
     }
 }

@@ -18,6 +18,7 @@ pub mod mesh;
 pub mod offload;
 pub mod op;
 mod origin;
+pub mod pattern;
 pub mod plan;
 pub mod program;
 pub mod reshard;

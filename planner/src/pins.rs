@@ -112,7 +112,7 @@ pub struct RecomputePin {
 impl RecomputePin {
     /// Whether the pin speaks of this op.
     pub fn matches(&self, path: &str) -> bool {
-        matches_glob(&self.op, path)
+        ir::pattern::matches(&self.op, path)
     }
 }
 
@@ -129,7 +129,7 @@ pub struct TensorPin {
 impl TensorPin {
     /// Whether the pin speaks of this value.
     pub fn matches(&self, value: &str) -> bool {
-        matches_glob(&self.value, value)
+        ir::pattern::matches(&self.value, value)
     }
 
     /// The pin as text, as [`Pins::parse`] reads it.
@@ -543,27 +543,4 @@ fn tensor_pin(name: &str, value: &str) -> Result<TensorPin, String> {
         value: name.to_string(),
         dims,
     })
-}
-
-/// Whether `text` matches `glob`, in which `*` stands for any characters. Linear backtracking.
-fn matches_glob(glob: &str, text: &str) -> bool {
-    let (g, t) = (glob.as_bytes(), text.as_bytes());
-    let (mut i, mut j, mut star, mut mark) = (0, 0, None, 0);
-    while j < t.len() {
-        if i < g.len() && g[i] == b'*' {
-            star = Some(i);
-            mark = j;
-            i += 1;
-        } else if i < g.len() && g[i] == t[j] {
-            i += 1;
-            j += 1;
-        } else if let Some(s) = star {
-            i = s + 1;
-            mark += 1;
-            j = mark;
-        } else {
-            return false;
-        }
-    }
-    g[i..].iter().all(|&c| c == b'*')
 }

@@ -91,9 +91,8 @@ pub fn machine(row: &Row, facts: &Facts) -> Result<Machine, Unmodelled> {
     }
     let profile = facts.profile(&made_for, Some(device), types.activations);
     let software = profile.map_err(Unmodelled::Cluster)?.software;
-    if let Some(dtype) = software.matmul_dtype
-        && !cluster.device.peak_flops_per_s.contains_key(&dtype)
-    {
+    let has_rate = |dtype: &DType| cluster.device.peak_flops_per_s.contains_key(dtype);
+    if let Some(dtype) = software.narrow_types().find(|d| !has_rate(d)) {
         return Err(Unmodelled::Feature(format!(
             "{} on {}",
             dtype.name(),
@@ -397,17 +396,20 @@ mod tests {
         let of = |gpu: &str, precision: &str| {
             let cells =
                 format!("{gpu},8,8,NVLink4+NVSwitch,Megatron-Bridge/Megatron-Core,{precision}");
-            machine(&row(&cells), &Facts::built_in()).map(|m| m.software.matmul_scaling)
+            machine(&row(&cells), &Facts::built_in()).map(|m| m.software.narrow.map(|n| n.scaling))
         };
         let refused = of("H100-80GB", "mxfp8").unwrap_err().to_string();
         assert!(
             refused.contains("mxfp8 on H100-80GB, which has no"),
             "{refused}"
         );
-        assert_eq!(of("H100-80GB", "fp8-mx/blockwise"), Ok(Scaling::Block128));
+        assert_eq!(
+            of("H100-80GB", "fp8-mx/blockwise"),
+            Ok(Some(Scaling::Block128))
+        );
         let cells = "B200,8,8,NVLink5+NVSwitch,Megatron-Bridge/Megatron-Core,mxfp8";
         let blackwell = machine(&row(cells), &Facts::built_in()).unwrap();
-        assert_eq!(blackwell.software.matmul_scaling, Scaling::Block32);
+        assert_eq!(blackwell.software.narrow.unwrap().scaling, Scaling::Block32);
     }
 
     /// A network that no rank uses is nothing to assume.

@@ -405,9 +405,8 @@ impl Facts {
             fused_experts: false,
             overlapped_dispatch: false,
             dispatch_once_per_host: false,
-            narrow_matmul_share: 1.0,
-            matmul_dtype: None,
-            matmul_scaling: Default::default(),
+            narrow: None,
+            exceptions: Vec::new(),
             blocking_axes: generation.blocking_axes.clone(),
             overlapped_gradients: generation.overlapped_gradients,
             prefetched_parameters: generation.prefetched_parameters,
@@ -624,8 +623,8 @@ mod tests {
             }
             assert!(generation.zero <= 3 && !generation.source.is_empty());
             let software = facts.software(name).unwrap();
-            let shares = [software.grouped_matmul_share, software.narrow_matmul_share];
-            assert!(shares.iter().all(|s| *s > 0.0 && *s <= 1.0), "{name}");
+            let share = software.grouped_matmul_share;
+            assert!(share > 0.0 && share <= 1.0, "{name}");
             let axes = [
                 &software.blocking_axes,
                 &software.copied_axes,

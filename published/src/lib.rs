@@ -28,6 +28,7 @@ mod choices;
 pub mod cluster;
 pub mod columns;
 pub mod csv;
+mod exceptions;
 mod explain;
 mod facts;
 pub mod figures;

@@ -2,6 +2,7 @@
 //! `data/recipes.toml`. They are what a column would say if the table had it; no figure is
 //! fitted here.
 
+use crate::exceptions;
 use crate::layout::{self, Layout};
 use crate::row::Row;
 use ir::DType;
@@ -21,7 +22,7 @@ struct Recipe {
     /// The precision's cell, in small letters; any where there are none.
     #[serde(default)]
     precision: Texts,
-    /// Releases, as the source's cell has them.
+    /// Releases, as the source's cell has them, or the model's.
     releases: Vec<String>,
     #[serde(default)]
     overlapped_dispatch: bool,
@@ -36,6 +37,13 @@ struct Recipe {
     /// Ops of a layer that are recomputed where the column is empty.
     #[serde(default)]
     recompute: Vec<String>,
+    /// Matmuls that run in another type than the precision's, as options of the software name them.
+    #[serde(default)]
+    matmuls: Vec<String>,
+    /// The first and the last blocks of the model, so many each, whose matmuls run in the activations'
+    /// type.
+    #[serde(default)]
+    wide_ends: Option<[u64; 2]>,
     /// Layers of pipelines, in Megatron-Core's notation, each for as many stages as it has.
     #[serde(default)]
     layouts: Vec<String>,
@@ -125,6 +133,20 @@ impl Recipes {
         of.flat_map(|r| &r.recompute).map(String::as_str).collect()
     }
 
+    /// The options by which some matmuls of the row's recipe run in another type than the others, of a
+    /// model with so many blocks.
+    pub fn exceptions(&self, row: &Row, blocks: u64) -> Vec<String> {
+        let own: Vec<&Recipe> = self.recipe.iter().filter(|r| r.is_of(row)).collect();
+        let mut all = Vec::new();
+        for [first, last] in own.iter().filter_map(|r| r.wide_ends) {
+            let ranges = [(0, first), (blocks.saturating_sub(last), blocks)];
+            let some = ranges.into_iter().filter(|(from, to)| from < to);
+            all.extend(some.map(|(from, to)| format!("wide=h.[{from}-{}].*", to - 1)));
+        }
+        all.extend(own.iter().flat_map(|r| r.matmuls.clone()));
+        all
+    }
+
     /// The layers of each of `stages` that the row's recipe has, of `blocks` in all; none where it
     /// has no such layout.
     pub fn layout(&self, row: &Row, blocks: u64, stages: u64) -> Option<Layout> {
@@ -177,6 +199,11 @@ impl Recipe {
         if let Some(wrong) = self.layouts.iter().find(|l| layout::parse(l).is_none()) {
             return Err(format!("a recipe {}: `{wrong}` is no layout", of()));
         }
+        for option in &self.matmuls {
+            if exceptions::read(option)?.is_none() {
+                return Err(format!("a recipe {}: `{option}` names no matmuls", of()));
+            }
+        }
         let upper = |p: &&String| p.chars().any(char::is_uppercase);
         match self.precision.all().iter().find(upper) {
             Some(p) => Err(format!("a recipe {}: `{p}` has capitals", of())),
@@ -186,7 +213,9 @@ impl Recipe {
 
     fn is_of(&self, row: &Row) -> bool {
         let cell = |column| row.text(column).unwrap_or("");
-        let is_release = |r: &String| cell("source").contains(&format!("({r} "));
+        let is_release = |r: &String| {
+            cell("source").contains(&format!("({r} ")) || cell("model").contains(&format!("({r})"))
+        };
         let precision = cell("precision").to_lowercase();
         cell("framework") == self.framework
             && self.model.fit(|text| cell("model").contains(text))
@@ -220,6 +249,34 @@ mod tests {
         assert_eq!(Recipes::built_in().options(row), ["grads-bf16"]);
         let oss = |gpu, precision| of(&summary("26.06"), "GPT OSS 120B", gpu, precision)[0];
         assert!(oss("GB300", "MXFP8") && !oss("GB300", "bf16") && !oss("B300", "mxfp8"));
+    }
+
+    #[test]
+    fn a_recipe_keeps_some_matmuls_wide() {
+        let of = |model: &str, precision: &str| {
+            let header = "framework,source,model,gpu,precision";
+            let cells =
+                format!("Megatron-Bridge/Megatron-Core,x (26.06 y),{model},GB300,{precision}");
+            let table = crate::csv::parse(&format!("{header}\n{cells}\n")).unwrap();
+            Recipes::built_in().exceptions(&crate::row::rows(&table)[0], 88)
+        };
+        assert_eq!(
+            of("Nemotron_3_Super", "nvfp4"),
+            [
+                "wide=h.[0-0].*",
+                "wide=h.[74-87].*",
+                "wide=h.*.attn.*",
+                "wide=h.*.moe.latent_*",
+                "mxfp8=h.*.mamba.out",
+            ]
+        );
+        assert!(of("Nemotron_3_Nano", "nvfp4").is_empty());
+        assert!(of("Nemotron_3_Super", "bf16").is_empty());
+        let toml = "[[recipe]]\nframework='a'\nreleases=['1']\nsource='s'\nmatmuls=['mxfp8']";
+        assert_eq!(
+            Recipes::parse(toml).unwrap_err(),
+            "a recipe of any model: `mxfp8` names no matmuls"
+        );
     }
 
     #[test]

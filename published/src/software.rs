@@ -4,8 +4,10 @@
 
 use crate::facts::{DeviceFact, Facts};
 use crate::row::Row;
-use crate::{Unmodelled, cluster, names, precision};
-use frameworks::{AttentionKernel, Framework, Profile, Scaling, Software, Split};
+use crate::{Unmodelled, cluster, exceptions, names, precision};
+use frameworks::{
+    AttentionKernel, Exception, Framework, Narrow, Profile, Scaling, Software, Split,
+};
 use ir::cluster::Cluster;
 use ir::plan::MadeFor;
 use ir::{DType, Precision, TrainSpec};
@@ -187,13 +189,16 @@ fn check_option(option: &str) -> Result<(), String> {
     if let Some(name) = option.strip_prefix(ATTENTION) {
         return FACTS.attention(name).map(|_| ());
     }
+    if exceptions::read(option)?.is_some() {
+        return Ok(());
+    }
     match OPTIONS.iter().any(|(name, _)| *name == option) {
         true => Ok(()),
         false => {
             let all: Vec<&str> = OPTIONS.iter().map(|(name, _)| *name).collect();
             let near = names::closest(option, all.iter().copied());
             Err(format!(
-                "no software has the option `{option}`{}; known are {} and {ATTENTION}KERNEL",
+                "no software has the option `{option}`{}; known are {}, {ATTENTION}KERNEL, and wide=OPS, mxfp8=OPS and the like for ops whose matmuls run in another type",
                 names::meant(near),
                 all.join(", ")
             ))
@@ -245,8 +250,10 @@ pub fn profile(
     }
     let device = FACTS.device_called(&cluster.device.name);
     let profile = FACTS.profile(made_for, device, train.precision)?;
-    match profile.software.matmul_dtype {
-        Some(dtype) if !cluster.device.peak_flops_per_s.contains_key(&dtype) => Err(format!(
+    let has_rate = |dtype: &DType| cluster.device.peak_flops_per_s.contains_key(dtype);
+    let without = profile.software.narrow_types().find(|d| !has_rate(d));
+    match without {
+        Some(dtype) => Err(format!(
             "{title} would compute in {}, for which {} states no rate",
             dtype.name(),
             cluster.device.name
@@ -323,6 +330,14 @@ impl Facts {
             software.attention = self.attention_on(name, device)?;
             return Ok(());
         }
+        if let Some(excepted) = exceptions::read(option)? {
+            let narrow = excepted
+                .narrow
+                .map(|narrow| self.narrow(narrow, generation, device));
+            let of = |ops| Exception { ops, narrow };
+            software.exceptions.extend(excepted.ops.into_iter().map(of));
+            return Ok(());
+        }
         match option {
             "async-tp" => {
                 software.blocking_axes.clear();
@@ -350,25 +365,37 @@ impl Facts {
                 software.collective_multiprocessors = crate::recipes::REGISTERED;
             }
             narrow => {
-                let own = generation.map_or(Scaling::default(), |g| g.fp8_scaling);
-                let (dtype, scaling) = narrow_type(narrow, own);
-                if generation.is_some_and(|g| g.whole_gathers_of.contains(&dtype)) {
+                let narrow = self.narrow(narrow, generation, device);
+                if generation.is_some_and(|g| g.whole_gathers_of.contains(&narrow.dtype)) {
                     software.piecewise_axes.retain(|axis| axis != "tensor");
                 }
-                if scaling == Scaling::Row {
-                    let share = generation.and_then(|g| g.rowwise_share);
-                    software.narrow_matmul_share = share.unwrap_or(1.0);
-                }
-                if scaling == Scaling::Block32 {
-                    let share = device.map(|d| self.block_scaled_share(d));
-                    software.narrow_matmul_share = share.unwrap_or(1.0);
-                }
                 // One scale for a row of a matrix does not survive a gather of its pieces (torchao).
-                software.narrow_gathers &= scaling != Scaling::Row;
-                (software.matmul_dtype, software.matmul_scaling) = (Some(dtype), scaling);
+                software.narrow_gathers &= narrow.scaling != Scaling::Row;
+                software.narrow = Some(narrow);
             }
         }
         Ok(())
+    }
+
+    /// The type of matmuls that an option names, on a device.
+    fn narrow(
+        &self,
+        option: &str,
+        generation: Option<&crate::facts::Generation>,
+        device: Option<&DeviceFact>,
+    ) -> Narrow {
+        let own = generation.map_or(Scaling::default(), |g| g.fp8_scaling);
+        let (dtype, scaling) = narrow_type(option, own);
+        let share = match scaling {
+            Scaling::Row => generation.and_then(|g| g.rowwise_share),
+            Scaling::Block32 => device.map(|d| self.block_scaled_share(d)),
+            _ => None,
+        };
+        Narrow {
+            dtype,
+            scaling,
+            share: share.unwrap_or(1.0),
+        }
     }
 
     /// An attention kernel on a device. The error names what is missing.
@@ -386,6 +413,14 @@ impl Facts {
         }
         Ok(kernel)
     }
+}
+
+/// Whether an option names a type of matmuls.
+pub(crate) fn is_narrow(option: &str) -> bool {
+    let all = [
+        "fp8", "fp8-cs", "fp8-ds", "fp8-row", "fp8-sc", "mxfp8", "nvfp4",
+    ];
+    all.contains(&option)
 }
 
 /// The type of an option for matmuls, and how its operands are scaled; `own` is what the version
@@ -477,6 +512,8 @@ pub fn of_row(row: &Row, facts: &Facts) -> Result<MadeFor, Unmodelled> {
         let scaling = scaling.unwrap_or(generation.fp8_scaling);
         let scaling = cluster::scaling_of(row, device, scaling)?;
         options.push(option_of(dtype, scaling).to_string());
+        let blocks = row.count("layers")?.unwrap_or(0);
+        options.extend(facts.recipes.exceptions(row, blocks));
     }
     if let Some(kernel) = facts.recipes.attention(row) {
         options.push(format!("{ATTENTION}{kernel}"));
@@ -554,6 +591,8 @@ mod tests {
             "there is no version `3` of megatron-core; known are 2025, 2024, 2022, 2021"
         );
         assert!(said("fsdp2+asynctp").contains("did you mean `async-tp`?"));
+        assert!(said("nemo+nvfp4+wide=").contains("name them by their paths"));
+        assert!(said("nemo+nvfp4+wider=h.*").contains("wide=OPS"));
         assert!(said("nemo+attention=magic").contains("no attention `magic`"));
     }
 
@@ -592,7 +631,7 @@ mod tests {
         };
         let (plain, narrow) = (of("torchtitan"), of("torchtitan+fp8-row"));
         assert_eq!(
-            (plain.matmul_dtype, narrow.matmul_dtype),
+            (plain.narrow, narrow.narrow.map(|n| n.dtype)),
             (None, Some(DType::F8e4m3))
         );
         assert!(plain.narrow_gathers && !narrow.narrow_gathers);
@@ -619,6 +658,14 @@ mod tests {
             (usual.gradient_dtype, bare.gradient_dtype),
             (Some(DType::F32), None)
         );
+        let recipe = of("nemo+nvfp4+wide=h.[8-9].*+mxfp8=h.*.mamba.out");
+        let of_op = |op: &str| recipe.narrow_of(op).map(|n| (n.dtype, n.scaling));
+        assert_eq!(of_op("h.7.moe.up"), Some((DType::F4e2m1, Scaling::Block16)));
+        assert_eq!(
+            of_op("h.7.mamba.out"),
+            Some((DType::F8e4m3, Scaling::Block32))
+        );
+        assert_eq!(of_op("grad.h.9.mamba.out.lhs"), None);
         let sent = of("megatron-core@2024+grads-sent-bf16");
         let both = (sent.sum_dtype, sent.gradient_dtype);
         assert_eq!(both, (None, Some(DType::Bf16)));

@@ -88,7 +88,12 @@ pub const TERMS: [Term; 33] = [
         software(c, |s| s.kept_casts = false)
     }),
     ("rates of narrow scales", |c| {
-        software(c, |s| s.narrow_matmul_share = 1.0)
+        software(c, |s| {
+            let exceptions = s.exceptions.iter_mut().filter_map(|e| e.narrow.as_mut());
+            for narrow in s.narrow.iter_mut().chain(exceptions) {
+                narrow.share = 1.0;
+            }
+        })
     }),
     ("copies around collectives", |c| {
         software(c, |s| {

@@ -5,9 +5,7 @@
 use crate::least_squares::{Bounds, Point};
 use benchmarks::score::{COUNTED_ROWS, is_diagnostic, stratum};
 use cost_model::presets::{Parameter, Parameters};
-use published::{
-    Facts, Lowered, Machine, Row, Unmodelled, cluster, is_held_out, lower, price,
-};
+use published::{Facts, Lowered, Machine, Row, Unmodelled, cluster, is_held_out, lower, price};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -249,7 +247,9 @@ mod tests {
         let results = Path::new(env!("CARGO_MANIFEST_DIR")).join("results/fit.csv");
         let seen = held_out::read(&results).unwrap();
         let rows = row::rows(&csv::parse(&text).unwrap());
-        let wrong = rows.iter().filter(|r| !is_fitted(r) && seen.contains_key(r.id()));
+        let wrong = rows
+            .iter()
+            .filter(|r| !is_fitted(r) && seen.contains_key(r.id()));
         assert_eq!(wrong.map(Row::id).collect::<Vec<_>>(), Vec::<&str>::new());
     }
 }

@@ -77,6 +77,7 @@ pub(crate) fn plan(
             "plans for {title} are of decoders with blocks between an embedding and an output layer, and this model is none; leave out --for"
         ))
     })?;
+    named(forward, &profile)?;
     let training = training_graph(forward, train).map_err(|e| PlanError::Input(e.to_string()))?;
     let facts = Facts::of(forward, train, cluster);
     let own = (profile.framework, profile.split);
@@ -136,6 +137,21 @@ pub(crate) fn plan(
         point.words()
     ));
     Ok(planned)
+}
+
+/// Fails where matmuls are said to run in a type of their own and the model has no such op.
+fn named(forward: &Graph, profile: &Profile) -> Result<(), PlanError> {
+    let is_matmul = |op: &&ir::Op| matches!(op.kind, OpKind::DotGeneral { .. });
+    for exception in &profile.software.exceptions {
+        let mut matmuls = forward.ops().iter().filter(is_matmul);
+        if !matmuls.any(|op| ir::pattern::matches(&exception.ops, &op.path)) {
+            return Err(PlanError::Input(format!(
+                "no matrix product of the model is `{}`, which --for gives a type of its own; ops have the names that the plan's graph has",
+                exception.ops
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// The request that points are tried on.
