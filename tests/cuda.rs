@@ -357,19 +357,28 @@ fn chains_are_one_call() {
             }
         }
         // Of elements: a norm's gradient and a sum, and SwiGLU and its gradient in each layer.
-        let of_elements = role.templates.iter().zip(&launches).flat_map(|(template, launches)| {
-            let all = template.instructions.iter().zip(launches);
-            all.filter(|(i, _)| {
-                let is_chained = matches!(i.call, Call::Chained { .. });
-                let is_function = |k: &OpKind| *k != add && ir::chain::is_of_elements(k);
-                let is_tanh = |k: &OpKind| format!("{k:?}").contains("GeluTanh");
-                is_chained && matches!(&i.kind, InstrKind::Compute { kind, .. }
+        let of_elements = role
+            .templates
+            .iter()
+            .zip(&launches)
+            .flat_map(|(template, launches)| {
+                let all = template.instructions.iter().zip(launches);
+                all.filter(|(i, _)| {
+                    let is_chained = matches!(i.call, Call::Chained { .. });
+                    let is_function = |k: &OpKind| *k != add && ir::chain::is_of_elements(k);
+                    let is_tanh = |k: &OpKind| format!("{k:?}").contains("GeluTanh");
+                    is_chained
+                        && matches!(&i.kind, InstrKind::Compute { kind, .. }
                     if is_function(kind) && !is_tanh(kind))
-            })
-        });
+                })
+            });
         let of_elements: Vec<_> = of_elements.map(|(_, n)| *n).collect();
         let n_layers = made.training.graph.layers.len() - 2;
-        let expected = if name.starts_with("llama") { 3 * n_layers } else { 0 };
+        let expected = if name.starts_with("llama") {
+            3 * n_layers
+        } else {
+            0
+        };
         assert_eq!(of_elements, vec![Some(0); expected], "{name}");
         // Every weight's gradient is added up where it is made, and every bias added.
         let [sums, summed] = seen["accumulate"];
