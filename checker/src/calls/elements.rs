@@ -18,9 +18,9 @@ const LONGEST: usize = 4;
 /// The kinds of a chain's instructions.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Sort {
-    /// Of all its operands' elements.
+    /// It goes through all elements of its operands.
     Function,
-    /// Of a row.
+    /// It needs a whole row.
     Norm,
     Gradient,
 }
