@@ -138,7 +138,7 @@ fn form(links: &[Link<'_>]) -> Vec<Problem> {
     }
 }
 
-/// What is gone through element by element has one shape and layout.
+/// Lists what is gone through element by element and has another shape or layout.
 fn shapes(of: &Of<'_>, links: &[Link<'_>]) -> Vec<Problem> {
     let shape = |b: BufferId| {
         let b = of.role.buffer(b);
@@ -162,7 +162,7 @@ fn shapes(of: &Of<'_>, links: &[Link<'_>]) -> Vec<Problem> {
     found
 }
 
-/// What is written lies apart from what is read, and what is not written is used up.
+/// Lists what is written where something is read, and what is neither written nor used up.
 fn bytes(of: &Of<'_>, call: &[Instruction], links: &[Link<'_>]) -> Vec<Problem> {
     let named = |b: BufferId| format!("buffer {} ({})", b.0, of.role.buffer(b).name);
     let mut found = Vec::new();

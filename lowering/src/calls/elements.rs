@@ -22,7 +22,7 @@ pub(super) struct Lives<'a> {
     role: &'a RoleProgram,
     /// By buffer, templates and places of the instructions that read or write it, in list order.
     touched: Vec<Vec<(TemplateId, usize)>>,
-    /// Whether what a template leaves in a buffer is read by nobody behind it.
+    /// By buffer and template: says whether nobody reads what the template leaves there.
     known: BTreeMap<(BufferId, TemplateId), bool>,
 }
 
