@@ -139,7 +139,8 @@ pub struct CompileArgs {
     /// Plan for other software, in what it can express, at its prices and within what its processes
     /// hold: megatron-core, megatron-deepspeed, torchtitan, fsdp2, deepspeed, nemo, jax, with a
     /// version where it matters (megatron-core@2024) and what a run switches on
-    /// (torchtitan+async-tp+fp8; wide=OPS and mxfp8=OPS give some ops another type) [default: Meshwright's own runtime].
+    /// (torchtitan+async-tp+fp8; wide=OPS and mxfp8=OPS give some ops another type)
+    /// [default: Meshwright's own runtime].
     #[arg(long = "for", value_name = "SOFTWARE", conflicts_with = "preset")]
     pub made_for: Option<String>,
     /// Capacity factor, for models with mixtures of experts: an expert has this many times the

@@ -47,7 +47,7 @@ pub(super) fn types(software: &Software, role: &RoleProgram) -> HashMap<BufferId
     types
 }
 
-/// What an instruction gathers, and into what.
+/// Buffers that an instruction gathers, each with the one that it gathers into.
 fn gathered(instruction: &Instruction) -> Vec<(BufferId, BufferId)> {
     match &instruction.kind {
         InstrKind::Collective {
