@@ -113,7 +113,7 @@ fn is_norm(kind: &OpKind) -> bool {
 /// the call has read or made them, twice if they are not written either.
 pub type Spared = [u8; 4];
 
-/// What is spared for the last of some instructions, which are a chain or the beginning of one.
+/// Returns what is spared for the last of some instructions, a chain or the beginning of one.
 pub fn spared(chain: &[Instruction]) -> Spared {
     let mut spared = Spared::default();
     let Some((last, before)) = chain.split_last() else {

@@ -12,8 +12,8 @@ use ir::training::TrainingGraph;
 use ir::{Graph, Op, OpId, Pass, ValueId};
 use rustc_hash::FxHashMap;
 
-/// What an op of a chain is spared, and the value that it takes from it, by operand: none where both
-/// read an operand in common.
+/// The bytes that an op of a chain is spared, and the value that it takes from it, by operand: none
+/// where both read an operand in common.
 #[derive(Clone, Copy, Debug)]
 struct Chained {
     spared: Spared,
@@ -50,7 +50,7 @@ impl Growing<'_> {
         taken.or_else(|| self.reads_along(id, op))
     }
 
-    /// What an op goes on with that takes that operand from a chain.
+    /// Finds the chain of which an op takes that operand.
     fn takes(&self, id: OpId, op: &Op, operand: usize) -> Option<(usize, Link, Chained)> {
         let v = op.inputs[operand];
         let producer = self.graph.value(v).producer;
@@ -76,7 +76,7 @@ impl Growing<'_> {
         Some((c, to, Chained { spared, operand }))
     }
 
-    /// What an op goes on with that reads an operand of the function of elements right before it.
+    /// Finds the chain with whose last function of elements an op shares an operand.
     fn reads_along(&self, id: OpId, op: &Op) -> Option<(usize, Link, Chained)> {
         let before = OpId::new(id.index().checked_sub(1)?);
         let c = *self.of.get(&before)?;
@@ -113,7 +113,7 @@ impl Growing<'_> {
         last.index() + 1 == id.index() || moves_up || moves_down
     }
 
-    /// Whether what an op goes through element by element has one shape.
+    /// Says whether the tensors that an op goes through element by element have one shape.
     fn is_alike(&self, op: &Op) -> bool {
         let shape = |v: &ValueId| &self.graph.ty(*v).shape;
         let operands = match is_of_elements(&op.kind) {
@@ -124,7 +124,7 @@ impl Growing<'_> {
         value.is_some_and(|y| operands.iter().all(|x| shape(x) == y))
     }
 
-    /// What is made or read by the chain already, and what is then not written.
+    /// Returns what the chain has made or read already, and so spares an op.
     fn spared(&self, chain: &Chain, op: &Op) -> Spared {
         let mut spared = Spared::default();
         let reads = |id: &OpId, v| self.graph.op(*id).inputs.contains(v);

@@ -127,7 +127,7 @@ fn fused(role: &RoleProgram, of: &[Instruction], kept: &[bool]) -> Option<(usize
     Some((n, steps.filter(|s| !is_nothing(s)).collect()))
 }
 
-/// What is launched for the chains of a template.
+/// Lists what is launched for the chains of a template.
 fn chains(role: &RoleProgram, all: &[Instruction]) -> Vec<Step> {
     let calls = Calls::of_all(all);
     let chains = calls.n_chained.iter().enumerate().filter(|(_, n)| **n > 1);
