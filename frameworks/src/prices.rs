@@ -167,7 +167,7 @@ impl Prices<'_> {
             .iter()
             .map(|i| self.wire_bytes(kind, i))
             .fold(0u64, u64::saturating_add);
-        let at_once = self.software.copies_meet_at_once;
+        let at_once = self.software.copies_meet_at_once && self.scatters_gradients();
         if at_once && template == TemplateKind::StepEnd && self.is_over_copies(kind, axes) {
             return 0.0;
         }
@@ -202,6 +202,22 @@ impl Prices<'_> {
         })
     }
 
+    /// Whether gradients are scattered over ranks that split samples in the microbatches: behind that
+    /// copies meet.
+    fn scatters_gradients(&self) -> bool {
+        let passes = self.role.templates.iter().filter(|t| t.kind.is_backward());
+        let mut all = passes.flat_map(|t| &t.instructions);
+        all.any(|i| match &i.kind {
+            InstrKind::Collective { kind, axes, .. } => self.is_of_gradients(*kind, axes),
+            _ => false,
+        })
+    }
+
+    fn is_of_gradients(&self, kind: CollectiveKind, axes: &[AxisId]) -> bool {
+        let is_data = |a: &AxisId| self.role.mesh.name(*a) == "data";
+        matches!(kind, CollectiveKind::ReduceScatter(_)) && axes.iter().any(is_data)
+    }
+
     /// Whether gradients meet those of copies of the same states, and nothing else.
     fn is_over_copies(&self, kind: CollectiveKind, axes: &[AxisId]) -> bool {
         let is_copy = |a: &AxisId| self.role.mesh.name(*a) == "replica";
@@ -222,8 +238,7 @@ impl Prices<'_> {
         };
         let is_copy = |a: &AxisId| mesh.name(*a) == "replica" && mesh.size(*a) > 1;
         let copies = mesh.axis_ids().find(is_copy);
-        let is_data = axes.iter().any(|a| mesh.name(*a) == "data");
-        let Some(copies) = copies.filter(|_| is_data) else {
+        let Some(copies) = copies.filter(|_| self.is_of_gradients(kind, axes)) else {
             return 0.0;
         };
         let kind = CollectiveKind::AllReduce(reduction);

@@ -25,7 +25,7 @@ use crate::{BufferId, DType, OpKind};
 
 /// Most ops of a chain that a product begins.
 const LONGEST: usize = 3;
-/// Most ops of a chain of elements: a kernel has addresses for eight operands and four results.
+/// Most ops of a chain of elements: their kernel has addresses for five operands and four results.
 const LONGEST_OF_ELEMENTS: usize = 4;
 
 /// The place of an op in a chain.

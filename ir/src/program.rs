@@ -398,9 +398,11 @@ pub enum Call {
     /// One that begins with it.
     #[default]
     Own,
-    /// That of the instruction before it in the list, whose result it takes: the value need not be in
-    /// memory, so these are a *chain*. It waits for nothing, on the same stream, and nothing is
-    /// written where any of the chain reads, but for sums over one of their operands.
+    /// That of the instruction before it in the list: these are a *chain*. It takes the result of that
+    /// one, which need not be in memory; a function of elements may take an earlier value of the chain
+    /// instead, or read an operand that the chain reads. It waits for nothing, on the same stream, and
+    /// nothing is written where any of the chain reads, but for what is made element by element in
+    /// the very buffer of an operand.
     Chained {
         /// Whether the value is written all the same, as others read it.
         is_kept: bool,

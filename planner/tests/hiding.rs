@@ -66,7 +66,7 @@ fn the_fastest_is_no_slower_than_what_a_tolerance_takes() {
         made.plan.predicted.step_time_s.0
     };
     let fastest = step_s(0.0);
-    let tolerance = 0.1;
+    let tolerance = 0.01;
     let simpler = step_s(tolerance);
     assert!(fastest <= simpler, "{fastest} s, {simpler} s");
     assert!(simpler <= (1.0 + tolerance) * fastest);

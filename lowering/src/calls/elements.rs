@@ -146,6 +146,10 @@ fn kept(
     let mut is_taken = vec![false; all.len()];
     for (k, &(kind, inputs, outputs)) in all.iter().enumerate() {
         let mut goes_on = None;
+        // Functions of elements go on with anything that the chain has; a norm, and a sum with its
+        // gradient, with the value right before them, in one place.
+        let is_free = link.is_of_elements() && is_of_elements(kind);
+        let mut n_next = 0;
         for (operand, b) in inputs.iter().enumerate() {
             let maker = all[..k].iter().rposition(|(.., y)| y.contains(b));
             let is_known = read.iter().any(|r| r.0 == *b);
@@ -154,9 +158,13 @@ fn kept(
                 Some(m) => is_taken[m] = true,
                 None => read.push((*b, is_of_elements(kind))),
             }
-            if is_next || link.is_of_elements() && (maker.is_some() || is_known) {
+            n_next += u32::from(is_next);
+            if is_next || is_free && (maker.is_some() || is_known) {
                 goes_on = goes_on.or(link.then(kind, operand));
             }
+        }
+        if k > 0 && !is_free && n_next != 1 {
+            return None;
         }
         if k > 0 {
             link = goes_on.filter(|_| link.has_room(k))?;

@@ -476,9 +476,13 @@ fn functions_of_elements_are_gone_through_together() {
     assert_eq!(made(&norm), (vec![2, 0], vec![yes; 2]));
     assert_eq!(counts(&[mul(0, 1, 11), rms_norm(11, 2, [12, 13])]), [1, 1]);
     assert_eq!(counts(&[add(0, 1, 11), rms_norm(2, 11, [12, 13])]), [1, 1]);
+    // The norm of an operand of the sum is none of the sum, and neither has it in two places.
+    assert_eq!(counts(&[add(0, 1, 11), rms_norm(0, 2, [12, 13])]), [1, 1]);
+    assert_eq!(counts(&[add(0, 1, 11), rms_norm(11, 11, [12, 13])]), [1, 1]);
     let gradient = [rms_norm_gradient(0, 12), add(4, 12, 4)];
     assert_eq!(made(&gradient), (vec![2, 0], vec![no, yes]));
     assert_eq!(counts(&[rms_norm_gradient(0, 11), add(4, 11, 4)]), [1, 1]);
+    assert_eq!(counts(&[rms_norm_gradient(0, 12), add(12, 12, 13)]), [1, 1]);
     // One that waits.
     let mut waits = forward.to_vec();
     waits[1].events = vec![Event::Drained(StreamId::new(1))];
