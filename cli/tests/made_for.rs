@@ -168,6 +168,30 @@ fn the_first_lines_say_that_megatron_has_no_flags_for_a_model() {
         .expect(0);
 }
 
+/// An option for the matmuls of some ops has to name one; not each number of its range has to.
+#[test]
+fn options_for_some_ops_name_a_matmul() {
+    let place = Place::new();
+    let of = |option: &str| {
+        let made_for = format!("nemo+fp8+{option}");
+        let mut args: Vec<String> = ["compile", "llama-3.1-8b", "--cluster", "dgx-h100:1"]
+            .map(String::from)
+            .to_vec();
+        args.extend(["--global-batch", "32", "--sequence", "4096"].map(String::from));
+        args.extend(["--precision", "bf16", "-o", "some.json", "--for"].map(String::from));
+        args.push(made_for);
+        args
+    };
+    let none = of("wide=h.[0-3].mamba.*");
+    let none: Vec<&str> = none.iter().map(String::as_str).collect();
+    let refused = place.refuses(&none, &[2, 3]);
+    refused.says(&["no matrix product of the model is `h.0.mamba.*` to `h.3.mamba.*`"]);
+    let some = of("wide=h.[30-40].attn.*");
+    let args: Vec<&str> = some.iter().map(String::as_str).collect();
+    let done = place.run(&args).expect(0);
+    assert!(done.out.contains("wide=h.[30-40].attn.*"), "{}", done.out);
+}
+
 /// Experts are most of a model's bytes and lie over the data ranks: the level of all that these hold copies
 /// of is said all the same.
 #[test]

@@ -57,7 +57,11 @@ impl<'a> Casts<'a> {
                 ..
             } if inputs.iter().all(|b| self.is_half(*b)) => {
                 if let Some(narrow) = self.software.narrow_of(path) {
-                    let parts = inputs.iter().map(|b| self.part(*b));
+                    let part = |b: &BufferId| match narrow.is_gathered() {
+                        true => self.part(*b),
+                        false => *b,
+                    };
+                    let parts = inputs.iter().map(part);
                     first = parts.filter(|b| self.is_cast_here(*b)).collect();
                     first.retain(|b| self.cast.insert((*b, narrow.dtype)));
                 }
@@ -148,7 +152,7 @@ mod tests {
                 share: 1.0,
             }),
             exceptions: vec![Exception {
-                ops: "wide".into(),
+                ops: vec!["wide".into()],
                 narrow: None,
             }],
             narrow_gathers,

@@ -16,12 +16,6 @@ pub(super) fn types(software: &Software, role: &RoleProgram) -> HashMap<BufferId
         return types;
     }
     let all = || role.templates.iter().flat_map(|t| &t.instructions);
-    let mut widen = |buffer: BufferId, dtype: DType| {
-        let known = types.entry(buffer).or_insert(dtype);
-        if known.bits() < dtype.bits() {
-            *known = dtype;
-        }
-    };
     for instruction in all() {
         if let InstrKind::Compute {
             path,
@@ -30,9 +24,10 @@ pub(super) fn types(software: &Software, role: &RoleProgram) -> HashMap<BufferId
             ..
         } = &instruction.kind
         {
-            let narrow = software.narrow_of(path).map(|n| n.dtype);
+            let narrow = software.narrow_of(path).filter(|n| n.is_gathered());
+            let narrow = narrow.map(|n| n.dtype);
             for b in inputs {
-                widen(*b, narrow.unwrap_or(role.buffer(*b).dtype));
+                widen(&mut types, *b, narrow.unwrap_or(role.buffer(*b).dtype));
             }
         }
     }
@@ -41,10 +36,17 @@ pub(super) fn types(software: &Software, role: &RoleProgram) -> HashMap<BufferId
     gathers.reverse();
     for (input, output) in gathers {
         if let Some(dtype) = types.get(&output).copied() {
-            types.entry(input).or_insert(dtype);
+            widen(&mut types, input, dtype);
         }
     }
     types
+}
+
+fn widen(types: &mut HashMap<BufferId, DType>, buffer: BufferId, dtype: DType) {
+    let known = types.entry(buffer).or_insert(dtype);
+    if known.bits() < dtype.bits() {
+        *known = dtype;
+    }
 }
 
 /// Buffers that an instruction gathers, each with the one that it gathers into.
@@ -56,5 +58,75 @@ fn gathered(instruction: &Instruction) -> Vec<(BufferId, BufferId)> {
             ..
         } => items.iter().map(|i| (i.input, i.output)).collect(),
         _ => Vec::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{COLLECTIVES, KERNELS, buffer, instr, role};
+    use crate::{Exception, Narrow, Scaling};
+    use ir::op::Einsum;
+    use ir::program::{BufferClass, CollectiveItem, Template, TemplateKind};
+    use ir::reshard::LayoutStep;
+
+    /// A part is gathered twice; a narrow matmul reads the first result, a wide one the second.
+    #[test]
+    fn a_gather_is_as_wide_as_the_widest_matmul_behind_it() {
+        let mut role = role(0, 0, 2);
+        role.buffers = vec![buffer("x", BufferClass::Transient, &[4]); 5];
+        role.buffers.iter_mut().for_each(|b| b.dtype = DType::Bf16);
+        let gather = |input: u32, output: u32| {
+            let kind = InstrKind::Collective {
+                kind: CollectiveKind::AllGather,
+                axes: vec![ir::AxisId(0)],
+                items: vec![CollectiveItem {
+                    step: LayoutStep::AllGather {
+                        axis: ir::AxisId(0),
+                        dim: 0,
+                    },
+                    input: BufferId(input),
+                    output: BufferId(output),
+                }],
+            };
+            instr(kind, COLLECTIVES, &[])
+        };
+        let dot = |path: &str, input: u32| {
+            let kind = InstrKind::Compute {
+                path: path.into(),
+                kind: OpKind::DotGeneral {
+                    einsum: Einsum::parse("mk,kn->mn").unwrap(),
+                },
+                inputs: vec![BufferId(input), BufferId(3)],
+                outputs: vec![BufferId(4)],
+            };
+            instr(kind, KERNELS, &[])
+        };
+        role.templates = vec![Template {
+            kind: TemplateKind::Forward,
+            chunk: 0,
+            instructions: vec![gather(0, 1), dot("h.0.a", 1), gather(1, 2), dot("h.0.b", 2)],
+        }];
+        let of = |scaling, wide: &str| {
+            let software = Software {
+                narrow: Some(Narrow {
+                    dtype: DType::F8e4m3,
+                    scaling,
+                    share: 1.0,
+                }),
+                exceptions: vec![Exception {
+                    ops: vec![wide.into()],
+                    narrow: None,
+                }],
+                ..Software::plain("a framework")
+            };
+            let types = types(&software, &role);
+            [0, 1, 2].map(|b| types[&BufferId(b)])
+        };
+        let (wide, narrow) = (DType::Bf16, DType::F8e4m3);
+        assert_eq!(of(Scaling::Tensor, "h.*.b"), [wide, wide, wide]);
+        assert_eq!(of(Scaling::Tensor, "h.*.c"), [narrow, narrow, narrow]);
+        // A scale for each row does not survive a gather.
+        assert_eq!(of(Scaling::Row, "h.*.c"), [wide, wide, wide]);
     }
 }

@@ -123,11 +123,26 @@ pub struct Narrow {
 /// Matmuls that run in a type of their own.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Exception {
-    /// Paths of their ops in the forward graph, with `*` for any characters; gradients and what is
-    /// recomputed run as their op does.
-    pub ops: String,
+    /// Patterns of which one is the path of such an op in the forward graph, with `*` for any
+    /// characters; gradients and what is recomputed run as their op does.
+    pub ops: Vec<String>,
     /// Their type; that of the activations where there is none.
     pub narrow: Option<Narrow>,
+}
+
+impl Narrow {
+    /// Returns whether gathers for such a matmul may move its type: one scale for each row of a
+    /// matrix does not survive a gather of its pieces (torchao).
+    pub fn is_gathered(self) -> bool {
+        self.scaling != Scaling::Row
+    }
+}
+
+impl Exception {
+    /// Returns whether an op of the forward graph is one of these.
+    pub fn names(&self, op: &str) -> bool {
+        self.ops.iter().any(|ops| matches(ops, op))
+    }
 }
 
 /// How the operands of a matmul are scaled before they are cast to eight or four bits, in the
@@ -210,7 +225,7 @@ impl Software {
     /// is narrower than the activations'.
     pub fn narrow_of(&self, path: &str) -> Option<Narrow> {
         let op = forward_op(path);
-        let own = self.exceptions.iter().find(|e| matches(&e.ops, op));
+        let own = self.exceptions.iter().find(|e| e.names(op));
         own.map_or(self.narrow, |e| e.narrow)
     }
 
@@ -286,7 +301,7 @@ mod tests {
         let four = narrow(DType::F4e2m1, Scaling::Block16);
         let eight = narrow(DType::F8e4m3, Scaling::Block32);
         let exception = |ops: &str, narrow| Exception {
-            ops: ops.into(),
+            ops: vec![ops.into()],
             narrow,
         };
         let software = Software {

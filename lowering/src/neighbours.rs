@@ -138,7 +138,8 @@ fn may_sink(instructions: &[Instruction], from: usize, to: usize) -> bool {
         })
 }
 
-fn computed(instruction: &Instruction) -> Option<(&OpKind, &[BufferId], &[BufferId])> {
+/// Operator, operands and results of an op.
+pub(crate) fn computed(instruction: &Instruction) -> Option<(&OpKind, &[BufferId], &[BufferId])> {
     match &instruction.kind {
         InstrKind::Compute {
             kind,

@@ -334,8 +334,8 @@ impl Facts {
             let narrow = excepted
                 .narrow
                 .map(|narrow| self.narrow(narrow, generation, device));
-            let of = |ops| Exception { ops, narrow };
-            software.exceptions.extend(excepted.ops.into_iter().map(of));
+            let ops = excepted.ops;
+            software.exceptions.push(Exception { ops, narrow });
             return Ok(());
         }
         match option {
@@ -369,8 +369,7 @@ impl Facts {
                 if generation.is_some_and(|g| g.whole_gathers_of.contains(&narrow.dtype)) {
                     software.piecewise_axes.retain(|axis| axis != "tensor");
                 }
-                // One scale for a row of a matrix does not survive a gather of its pieces (torchao).
-                software.narrow_gathers &= narrow.scaling != Scaling::Row;
+                software.narrow_gathers &= narrow.is_gathered();
                 software.narrow = Some(narrow);
             }
         }

@@ -237,11 +237,11 @@ mod tests {
     /// The rows of the last fit, where the table is there, are still those that a fit may have.
     #[test]
     fn the_last_fit_had_no_such_row() {
-        let Some(data) = std::env::var_os("MESHWRIGHT_DATA") else {
-            return;
-        };
-        let Ok(text) = std::fs::read_to_string(Path::new(&data).join("published/calibration.csv"))
-        else {
+        let table = std::env::var_os("MESHWRIGHT_DATA").and_then(|data| {
+            std::fs::read_to_string(Path::new(&data).join("published/calibration.csv")).ok()
+        });
+        let Some(text) = table else {
+            eprintln!("skipped: MESHWRIGHT_DATA names no published/calibration.csv");
             return;
         };
         let results = Path::new(env!("CARGO_MANIFEST_DIR")).join("results/fit.csv");

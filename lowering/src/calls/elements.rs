@@ -12,8 +12,9 @@
 //! written anew, or is nobody's, before anything else reads it.
 
 use super::meet;
+use crate::neighbours::computed;
 use ir::chain::{Link, is_of_elements};
-use ir::program::{BufferClass, Call, InstrKind, Instruction, RoleProgram};
+use ir::program::{BufferClass, Call, Instruction, RoleProgram};
 use ir::{BufferId, OpKind, TemplateId};
 use std::collections::BTreeMap;
 
@@ -92,19 +93,6 @@ impl<'a> Lives<'a> {
     }
 }
 
-/// Operator, operands and results of an op.
-fn parts(instruction: &Instruction) -> Option<(&OpKind, &[BufferId], &[BufferId])> {
-    match &instruction.kind {
-        InstrKind::Compute {
-            kind,
-            inputs,
-            outputs,
-            ..
-        } => Some((kind, inputs, outputs)),
-        _ => None,
-    }
-}
-
 /// Whether each of these holds as many elements, of the same part of a tensor.
 fn are_alike(role: &RoleProgram, mut all: impl Iterator<Item = BufferId>) -> bool {
     let of = |b: BufferId| {
@@ -135,7 +123,7 @@ fn kept(
     chain: &[Instruction],
 ) -> Option<Vec<bool>> {
     let role = lives.role;
-    let all: Vec<_> = chain.iter().map(parts).collect::<Option<_>>()?;
+    let all: Vec<_> = chain.iter().map(computed).collect::<Option<_>>()?;
     let mut link = Link::first(all[0].0).filter(|link| *link != Link::Product)?;
     let of_elements = all.iter().flat_map(|(k, x, y)| elements(k, x, y));
     if !are_alike(role, of_elements) {

@@ -144,10 +144,14 @@ fn named(forward: &Graph, profile: &Profile) -> Result<(), PlanError> {
     let is_matmul = |op: &&ir::Op| matches!(op.kind, OpKind::DotGeneral { .. });
     for exception in &profile.software.exceptions {
         let mut matmuls = forward.ops().iter().filter(is_matmul);
-        if !matmuls.any(|op| ir::pattern::matches(&exception.ops, &op.path)) {
+        if !matmuls.any(|op| exception.names(&op.path)) {
+            let ops: Vec<&str> = exception.ops.iter().map(String::as_str).collect();
+            let ops = match ops.as_slice() {
+                [first, .., last] => format!("`{first}` to `{last}`"),
+                ops => format!("`{}`", ops.concat()),
+            };
             return Err(PlanError::Input(format!(
-                "no matrix product of the model is `{}`, which --for gives a type of its own; ops have the names that the plan's graph has",
-                exception.ops
+                "no matrix product of the model is {ops}, which --for gives a type of its own; ops have the names that the plan's graph has"
             )));
         }
     }

@@ -1,9 +1,9 @@
 // Several functions of the same elements in one kernel.
 //
 // Each function that is compiled in is a macro `LINK_k`: its number, whether it has two arguments, and
-// the numbers of these: 0 to 7 are operands, 8 + k is what function k makes. `WRITTEN_k` is the
-// result that it is written as, if it is. Values stay in registers, in f32; one that is written is
-// then used as it is written, as the functions one by one would.
+// the numbers of these: 0 to 7 are operands (five at most), 8 + k is what function k makes.
+// `WRITTEN_k` is the result that it is written as, if it is. Values stay in registers, in f32; one
+// that is written is then used as it is written, as the functions one by one would.
 
 #ifndef LINK_0
 // SwiGLU's forward part, where nobody says what else.

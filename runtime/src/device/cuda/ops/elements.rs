@@ -175,5 +175,5 @@ fn summed(ops: &[Op<'_>]) -> Option<Step> {
         _ => "layer_norm_grad_input_sum",
     };
     let call = along_rows(gradient, kernel, [&[other], &x, sum.y])?;
-    Some(Step::Call(call))
+    (call.threads <= MOST_THREADS_OF_A_SUM).then_some(Step::Call(call))
 }
