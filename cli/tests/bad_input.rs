@@ -565,6 +565,46 @@ fn a_plan_of_another_version_is_called_so() {
     assert!(!done.err.contains("another version"), "{}", done.err);
 }
 
+/// A misspelt key is no key that was left out.
+#[test]
+fn unknown_keys_are_refused_wherever_they_stand_in_a_plan() {
+    let place = Place::with_plan();
+    let valid: Value = serde_json::from_slice(&place.read("plan.json")).unwrap();
+    let mut kinds = BTreeSet::new();
+    for path in objects(&valid) {
+        let names = path.iter().filter(|key| key.parse::<usize>().is_err());
+        if !kinds.insert(names.cloned().collect::<Vec<_>>()) {
+            continue;
+        }
+        let mut plan = valid.clone();
+        at(&mut plan, &path)["news"] = json!(1);
+        place.write("bad.json", plan.to_string().as_bytes());
+        let done = place.refuses(&["inspect", "bad.json"], &[3]);
+        assert!(done.err.contains("news"), "{}: {}", path.join("."), done.err);
+    }
+    assert!(kinds.len() > 20, "{kinds:?}");
+}
+
+/// The places of all objects in `value`, the outermost first.
+fn objects(value: &Value) -> Vec<Vec<String>> {
+    let (here, parts): (Vec<Vec<String>>, Vec<(String, &Value)>) = match value {
+        Value::Object(map) => (
+            vec![Vec::new()],
+            map.iter().map(|(key, part)| (key.clone(), part)).collect(),
+        ),
+        Value::Array(list) => (
+            Vec::new(),
+            (list.iter().enumerate()).map(|(i, part)| (i.to_string(), part)).collect(),
+        ),
+        _ => (Vec::new(), Vec::new()),
+    };
+    let inside = parts.into_iter().flat_map(|(key, part)| {
+        let below = objects(part).into_iter();
+        below.map(move |path| [vec![key.clone()], path].concat())
+    });
+    here.into_iter().chain(inside).collect()
+}
+
 /// 300 digits tell nobody anything.
 #[test]
 fn figures_out_of_all_range_are_shown_with_an_exponent() {

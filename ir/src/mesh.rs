@@ -24,6 +24,7 @@ use serde::{Deserialize, Serialize};
     Deserialize,
     schemars::JsonSchema,
 )]
+#[serde(deny_unknown_fields)]
 pub struct DeviceMesh {
     /// First rank of the run.
     pub first_rank: Rank,
@@ -35,6 +36,7 @@ pub struct DeviceMesh {
 #[derive(
     Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema,
 )]
+#[serde(deny_unknown_fields)]
 pub struct Axis {
     /// Name, unique in its mesh (`x`, `y` from the search; `data`, `tensor` from pins).
     pub name: String,
@@ -46,6 +48,7 @@ pub struct Axis {
 #[derive(
     Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema,
 )]
+#[serde(deny_unknown_fields)]
 pub struct LogicalMesh {
     /// The devices.
     pub devices: DeviceMesh,

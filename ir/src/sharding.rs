@@ -54,6 +54,7 @@ pub enum ReduceKind {
 #[derive(
     Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema,
 )]
+#[serde(deny_unknown_fields)]
 pub struct DimSharding {
     /// Axes that shard the dim, major first; empty when the dim is whole.
     pub axes: Axes,
@@ -101,6 +102,7 @@ impl DimSharding {
 #[derive(
     Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema,
 )]
+#[serde(deny_unknown_fields)]
 pub struct ShardingSpec {
     /// One entry per tensor dim.
     pub dims: Dims,

@@ -108,6 +108,7 @@ pub fn run(args: &WhatIfArgs) -> Result<(), Failure> {
             "for": loaded.plan.made_for,
             "plan_hash": loaded.hash,
             "changes": changes,
+            "pins": again.options.pins.describe(),
             "verdict": verdict,
             "this_plan": kept,
             "step_time_s": [loaded.plan.predicted.step_time_s, other.plan.predicted.step_time_s],
@@ -120,6 +121,10 @@ pub fn run(args: &WhatIfArgs) -> Result<(), Failure> {
         }));
     }
     report::out(&verdict)?;
+    let pins = again.options.pins.describe();
+    if !pins.is_empty() {
+        report::out(&format!("The plan's pins stay: {}.", pins.join(", ")))?;
+    }
     if watching.is_over() {
         report::out(
             "Ended early: the new plan is the best that was found by then, or the value at which the choice changes was looked for no further.",

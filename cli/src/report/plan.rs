@@ -229,12 +229,15 @@ fn described(plan: &Plan, training: &TrainingGraph) -> String {
         let behind = (first + 1..all.len()).take_while(|&i| is_alike(first, i));
         let last = first + behind.count();
         let _ = writeln!(w, "\n{}", stage_heading(plan, &all, (first, last)));
-        for (k, part) in parts[first].iter().enumerate() {
+        let of_last = gathered(&parts[last]);
+        for (part, of_last) in gathered(&parts[first]).iter().zip(&of_last) {
             let layers = match first == last {
-                true => part.layers.clone(),
+                true => listed(&part.layers),
                 false => {
-                    let all = join_ranges(&part.layers, &parts[last][k].layers);
-                    format!("{all}, {} in each", counted(part.n_layers as u64, "layer"))
+                    let ends = [part.layers.first(), of_last.layers.last()];
+                    let [from, to] = ends.map(|range| range.copied().unwrap_or_default());
+                    let n_layers = counted(part.n_layers as u64, "layer");
+                    format!("{}, {n_layers} in each", join_ranges(from, to))
                 }
             };
             let _ = writeln!(w, "  {layers}: {}", part.does.join("; "));
@@ -311,6 +314,55 @@ fn parts(stage: &StageReport) -> Vec<Part> {
         }
     }
     parts
+}
+
+/// All parts of a stage that do the same in words, neighbours or not: layers of unlike kinds often
+/// take turns.
+struct Gathered<'a> {
+    /// The names of each part's layers, in their order.
+    layers: Vec<&'a str>,
+    n_layers: usize,
+    does: &'a [String],
+}
+
+/// Gathers the parts of a stage that do the same, in the order of each one's first layer.
+fn gathered(parts: &[Part]) -> Vec<Gathered<'_>> {
+    let mut all: Vec<Gathered<'_>> = Vec::new();
+    for part in parts {
+        match all.iter_mut().find(|known| known.does == part.does) {
+            Some(known) => {
+                known.layers.push(&part.layers);
+                known.n_layers += part.n_layers;
+            }
+            None => all.push(Gathered {
+                layers: vec![&part.layers],
+                n_layers: part.n_layers,
+                does: &part.does,
+            }),
+        }
+    }
+    all
+}
+
+/// Lists names of layers, of which those that differ from the one before in a number alone are
+/// given as this number: `h.0, 2, 4 to 6, head`.
+fn listed(layers: &[&str]) -> String {
+    let stem = |name: &str| name.trim_end_matches(|c: char| c.is_ascii_digit()).len();
+    let mut w = String::new();
+    let mut before = "";
+    for layer in layers {
+        let (first, last) = layer.split_once(" to ").unwrap_or((layer, layer));
+        let at = stem(first);
+        let is_numbered = at < first.len() && last.len() > at && first[..at] == last[..stem(last)];
+        w += if w.is_empty() { "" } else { ", " };
+        match is_numbered && before == &first[..at] {
+            true if first == last => w += &first[at..],
+            true => w += &format!("{} to {}", &first[at..], &last[at..]),
+            false => w += layer,
+        }
+        before = if is_numbered { &first[..at] } else { "" };
+    }
+    w
 }
 
 /// Describes the recomputation of a run of layers: everything when only its boundary is kept for
@@ -897,6 +949,32 @@ mod tests {
         // A difference by rounding alone makes no second figure.
         assert_eq!(hfu(0.4, 0.4 + 1e-16), "");
         assert_eq!(hfu(0.4, 0.5), " (HFU 50.0%)");
+    }
+
+    #[test]
+    fn layers_that_take_turns_are_two_lines() {
+        let part = |layers: &str, n_layers, does: &str| Part {
+            layers: layers.into(),
+            n_layers,
+            does: vec![does.into()],
+        };
+        let parts = [
+            part("embed", 1, "a"),
+            part("h.0", 1, "b"),
+            part("h.1", 1, "a"),
+            part("h.2 to h.3", 2, "b"),
+            part("h.4 to h.5", 2, "a"),
+            part("h.6", 1, "b"),
+            part("head", 1, "a"),
+        ];
+        let lines = gathered(&parts).into_iter().map(|all| {
+            let layers = listed(&all.layers);
+            format!("{layers}, {}: {}", all.n_layers, all.does.concat())
+        });
+        let lines: Vec<String> = lines.collect();
+        let expected = ["embed, h.1, 4 to 5, head, 5: a", "h.0, 2 to 3, 6, 4: b"];
+        assert_eq!(lines, expected);
+        assert_eq!(listed(&["3", "é.1 to é.2", "é.4", "h.4"]), "3, é.1 to é.2, 4, h.4");
     }
 
     #[test]

@@ -91,6 +91,7 @@ pub enum AxisUse {
 #[derive(
     Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema,
 )]
+#[serde(deny_unknown_fields)]
 pub struct OpStrategy {
     /// Per axis, major first.
     pub uses: Vec<AxisUse>,

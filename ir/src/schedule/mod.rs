@@ -43,7 +43,7 @@ use serde::{Deserialize, Serialize};
     Deserialize,
     schemars::JsonSchema,
 )]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum ScheduleKind {
     /// All forwards, then all backwards (Huang et al. 2019).
     #[serde(rename = "gpipe")]
