@@ -6,6 +6,7 @@
 mod support;
 
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 use support::{Done, Place, assert_no_panic};
 
 /// A kind of file, and a command that reads it under the name `bad`.
