@@ -24,7 +24,7 @@ use std::collections::{BTreeMap, BTreeSet};
 pub const PLAN_VERSION: u32 = 1;
 /// Version of the passes replayed on a plan's graph (boundaries, autodiff, shared layouts,
 /// recomputation) and of lowering, where programs of one plan changed.
-pub const PASSES_VERSION: u32 = 8;
+pub const PASSES_VERSION: u32 = 9;
 
 /// A parallel plan of a step of training or inference.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]

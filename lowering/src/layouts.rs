@@ -10,6 +10,7 @@
 
 use crate::bucket::BucketSizes;
 use crate::error::LowerError;
+use crate::place::Room;
 use crate::resolve::{Homes, resolve};
 use crate::uses::{CrossEdge, Edge, Uses};
 use crate::{calls, coalesce, emit, in_place, neighbours, offload, order, overwrite, pack, place};
@@ -164,7 +165,11 @@ impl Layouts {
             offload::offload(&resolved, &mut role);
             overwrite::overwrite_operands(&mut role);
             let seen = plan.cluster.seen_by(role.mesh.devices);
-            let mut role = place::place(role, seen.planned_bytes(plan.headroom))?;
+            let room = Room {
+                bytes: seen.planned_bytes(plan.headroom),
+                gathers_ahead: has_calls,
+            };
+            let mut role = place::place(role, room)?;
             if has_calls {
                 calls::mark(&mut role);
             }

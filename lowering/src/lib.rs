@@ -41,6 +41,7 @@
 //! * Slots follow each other on all streams but that of transfers: the first instruction of a
 //!   slot on a stream waits for all that earlier slots put on the others.
 
+mod ahead;
 mod bucket;
 mod calls;
 mod coalesce;

@@ -18,7 +18,7 @@ use crate::calls;
 use crate::draft::{DraftBuffer, Lifetime, RoleDraft, Serves, buffers_mut};
 use crate::error::LowerError;
 use crate::overwrite::write_apart;
-use crate::place::place_again;
+use crate::place::{Room, place_again};
 use crate::turns::separate_copies;
 use ir::program::{InstrKind, Instruction, Program, RoleProgram, Space, TemplateKind};
 use ir::reshard::Pieces;
@@ -169,7 +169,7 @@ fn put_together(role: &mut RoleProgram) -> Result<(), LowerError> {
         }
     }
     if wholes.is_empty() {
-        return place_again(role, 0);
+        return place_again(role, Room::NONE);
     }
     let n_buffers = role.buffers.len();
     let kept = (0..n_buffers)
@@ -194,7 +194,7 @@ fn put_together(role: &mut RoleProgram) -> Result<(), LowerError> {
         .for_each(|s| s.buffer = renumbered(s.buffer));
     (role.loss, role.grad_norm) = (role.loss.map(renumbered), role.grad_norm.map(renumbered));
     role.buffers.retain(|b| b.pieces.is_none());
-    place_again(role, 0)
+    place_again(role, Room::NONE)
 }
 
 #[cfg(test)]

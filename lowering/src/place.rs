@@ -25,6 +25,7 @@
 //! its own stand in the list where they are. Both in every template that then fits the memory,
 //! the first alone where both do not, and neither where that does not fit either.
 
+use crate::ahead::gathers_ahead;
 use crate::draft::{Lifetime, RoleDraft, buffers_mut};
 use crate::error::LowerError;
 use crate::turns::share_copies;
@@ -42,20 +43,35 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Bytes beyond which an arena is an error; leaves room for sums.
 const MAX_BYTES: u64 = 1 << 62;
 
-/// Buffers may take `budget` bytes of a device for collectives to have nothing wait for them that
-/// does not need their results.
-pub(crate) fn place(role: RoleDraft, budget: u64) -> Result<RoleProgram, LowerError> {
+/// What may be done for collectives to have nothing wait for them that does not need their results.
+#[derive(Clone, Copy)]
+pub(crate) struct Room {
+    /// The bytes of a device that buffers may take.
+    pub bytes: u64,
+    /// Whether gathers may go [ahead](crate::ahead) of reductions.
+    pub gathers_ahead: bool,
+}
+
+impl Room {
+    /// Nothing: buffers lie as close as they can.
+    pub const NONE: Room = Room {
+        bytes: 0,
+        gathers_ahead: false,
+    };
+}
+
+pub(crate) fn place(role: RoleDraft, room: Room) -> Result<RoleProgram, LowerError> {
     let mut program = classify(role)?;
     share_copies(&mut program);
-    place_again(&mut program, budget)?;
+    place_again(&mut program, room)?;
     Ok(program)
 }
 
 /// Gives the buffers of a role their places, and its instructions their waits. Which copies are
 /// shared stays as it is.
-pub(crate) fn place_again(program: &mut RoleProgram, budget: u64) -> Result<(), LowerError> {
+pub(crate) fn place_again(program: &mut RoleProgram, room: Room) -> Result<(), LowerError> {
     let base = place_fixed(program)?;
-    program.arena_bytes = place_transient(program, base, budget)?;
+    program.arena_bytes = place_transient(program, base, room)?;
     set_waits(program);
     Ok(())
 }
@@ -65,7 +81,11 @@ pub(crate) fn place_again(program: &mut RoleProgram, budget: u64) -> Result<(), 
 pub fn arena_with_room(role: &RoleProgram) -> u64 {
     let mut roomy = role.clone();
     let base = place_fixed(&mut roomy);
-    let placed = base.and_then(|base| place_transient(&mut roomy, base, u64::MAX));
+    let room = Room {
+        bytes: u64::MAX,
+        gathers_ahead: true,
+    };
+    let placed = base.and_then(|base| place_transient(&mut roomy, base, room));
     placed.unwrap_or(MAX_BYTES)
 }
 
@@ -280,9 +300,9 @@ struct Interval {
     offset: u64,
 }
 
-/// Places the transient buffers of each template from `base` on; returns the end of all. Up to
-/// `budget` buffers have bytes for longer, so that streams wait for each other's results alone.
-fn place_transient(program: &mut RoleProgram, base: u64, budget: u64) -> Result<u64, LowerError> {
+/// Places the transient buffers of each template from `base` on; returns the end of all. Where there is
+/// room they have bytes for longer, so that streams wait for each other's results alone.
+fn place_transient(program: &mut RoleProgram, base: u64, room: Room) -> Result<u64, LowerError> {
     debug_assert_eq!(base % ARENA_ALIGN, 0);
     let mut arena = base;
     for t in 0..program.templates.len() {
@@ -290,13 +310,11 @@ fn place_transient(program: &mut RoleProgram, base: u64, budget: u64) -> Result<
             continue;
         }
         let mut placed = None;
-        if base < budget && has_collectives(program, t) {
-            let meetings = meetings(program, t);
-            let close = intervals(program, t);
-            let kept = kept_until_awaited(program, t, &meetings, close);
-            let early = early_results(program, t, &meetings, kept.clone());
-            let fits = |intervals| Some(first_fit(intervals, base)).filter(|p| end_of(p) <= budget);
-            placed = fits(early).or_else(|| fits(kept));
+        if base < room.bytes && has_collectives(program, t) {
+            if room.gathers_ahead {
+                placed = with_gathers_ahead(program, t, base, room.bytes);
+            }
+            placed = placed.or_else(|| with_room(program, t, base, room.bytes));
         }
         for interval in placed.unwrap_or_else(|| first_fit(intervals(program, t), base)) {
             let b = &mut program.buffers[interval.buffer.index()];
@@ -305,6 +323,39 @@ fn place_transient(program: &mut RoleProgram, base: u64, budget: u64) -> Result<
         }
     }
     Ok(arena)
+}
+
+/// The same where gathers stand [ahead](crate::ahead) of reductions, in which order the template stays
+/// if that fits; nothing where none does.
+fn with_gathers_ahead(
+    program: &mut RoleProgram,
+    template: usize,
+    base: u64,
+    budget: u64,
+) -> Option<Vec<Interval>> {
+    let ahead = gathers_ahead(program, template)?;
+    let before = std::mem::replace(&mut program.templates[template].instructions, ahead);
+    let placed = with_room(program, template, base, budget);
+    if placed.is_none() {
+        program.templates[template].instructions = before;
+    }
+    placed
+}
+
+/// The transient buffers of a template where what collectives read stays until kernels wait for them,
+/// and the results of gathers are there early, or the first alone; if that fits.
+fn with_room(
+    program: &mut RoleProgram,
+    template: usize,
+    base: u64,
+    budget: u64,
+) -> Option<Vec<Interval>> {
+    let meetings = meetings(program, template);
+    let close = intervals(program, template);
+    let kept = kept_until_awaited(program, template, &meetings, close);
+    let early = early_results(program, template, &meetings, kept.clone());
+    let fits = |intervals| Some(first_fit(intervals, base)).filter(|p| end_of(p) <= budget);
+    fits(early).or_else(|| fits(kept))
 }
 
 /// The end of what is placed.

@@ -19,10 +19,11 @@ use crate::groups::Phases;
 use crate::layer_model::{Assumed, MOST_HIDDEN};
 use ir::plan::ScheduleKind;
 use rayon::prelude::*;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// Most such pipelines that are simulated.
-const SIMULATED: usize = 3;
+const SIMULATED: usize = 4;
 /// Microbatch sizes that are looked at together, from the largest down.
 const AT_ONCE: usize = 2;
 /// The share of the traffic that is assumed to hide where it takes nearly as long as what it hides
@@ -131,15 +132,21 @@ impl Search<'_> {
         LEVELS_OF_FEW.into_iter().flat_map(of_level).collect()
     }
 
-    /// Those near the best, as many as are simulated. Of equal ones that of the larger microbatch and
-    /// of the earlier shape comes first, where they were found in this order.
+    /// Those near the best, as many as are simulated: of each microbatch size the best before any
+    /// other, for it is between these that the simulator differs most. Of equal ones that of the
+    /// larger microbatch and of the earlier shape comes first, where they were found in this order.
     fn nearest(&self, mut found: Vec<Pipeline>) -> Vec<Pipeline> {
         let cost = |p: &Pipeline| p.choice.cost.total_s;
         found.sort_by(|a, b| cost(a).total_cmp(&cost(b)));
         let least = found.first().map_or(0.0, cost);
         found.retain(|p| cost(p) <= NEAR * least);
-        found.truncate(self.effort.times(SIMULATED));
-        found
+        let mut sizes = BTreeSet::new();
+        let (best, others): (Vec<_>, Vec<_>) =
+            found.into_iter().partition(|p| sizes.insert(p.batch));
+        let some = best.into_iter().chain(others);
+        let mut some: Vec<Pipeline> = some.take(self.effort.times(SIMULATED)).collect();
+        some.sort_by(|a, b| cost(a).total_cmp(&cost(b)));
+        some
     }
 
     /// Those of a microbatch size, one or two for each shape, without those that cost more than
