@@ -125,6 +125,7 @@ parsers!(
     measurement,
     checkpoint,
     manifest,
+    spoken,
     dcp_metadata,
     dcp_chunks,
     train_spec,

@@ -175,7 +175,7 @@ impl Letter {
 }
 
 impl Head {
-    fn parts(&self) -> Option<&Parts> {
+    pub fn parts(&self) -> Option<&Parts> {
         match self {
             Head::Contribution { parts, .. }
             | Head::Delivery { parts, .. }

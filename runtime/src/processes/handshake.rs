@@ -5,7 +5,7 @@ use std::fmt;
 use std::io::{Read, Write};
 
 /// The first bytes of every connection; the last one is the version of the protocol.
-const MAGIC: [u8; 8] = *b"mshwrt\0\x01";
+pub(super) const MAGIC: [u8; 8] = *b"mshwrt\0\x01";
 
 /// The secret of a run, of 256 bits.
 #[derive(Clone, PartialEq, Eq)]

@@ -27,6 +27,8 @@ mod member;
 #[cfg(feature = "mpi")]
 mod mpi;
 mod rendezvous;
+#[doc(hidden)]
+pub mod spoken;
 #[cfg(test)]
 pub(crate) mod tests;
 

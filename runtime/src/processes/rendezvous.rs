@@ -203,6 +203,39 @@ fn hear<T: DeserializeOwned>(from: &mut impl Read) -> io::Result<T> {
     rmp_serde::from_slice(&word).map_err(|e| bad(e.to_string()))
 }
 
+/// Whether bytes are one of the words by which processes come together. For fuzzing.
+pub(super) fn is_introduction(bytes: &[u8]) -> bool {
+    hear::<Hello>(&mut &bytes[..]).is_ok()
+        || hear::<Reply>(&mut &bytes[..]).is_ok()
+        || hear::<Peer>(&mut &bytes[..]).is_ok()
+}
+
+/// One of each of these words.
+pub(super) fn introductions() -> Vec<Vec<u8>> {
+    let listens = SocketAddr::from(([10, 9, 0, 1], 29500));
+    let hello = Hello {
+        place: Place { index: 1, of: 3 },
+        fingerprint: Fingerprint(BTreeMap::from([("plan".into(), "5e".into())])),
+        who: Who::me(),
+        listens,
+    };
+    let welcome = Reply::Welcome {
+        run: "7".into(),
+        listen: vec![listens; 2],
+        all: vec![Who::me(); 3],
+    };
+    let peer = Peer {
+        index: 2,
+        run: "7".into(),
+    };
+    let mut words = vec![Vec::new(); 4];
+    let said = say(&mut words[0], &hello)
+        .and(say(&mut words[1], &welcome))
+        .and(say(&mut words[2], &Reply::Refused("another plan".into())))
+        .and(say(&mut words[3], &peer));
+    said.map_or_else(|_| Vec::new(), |()| words)
+}
+
 /// Those who call a process and show that they know the token. Each says who it is on a thread of
 /// its own, so that nobody can hold up the others.
 struct Arrivals<T> {

@@ -49,7 +49,7 @@ pub struct Target {
 
 /// All targets.
 #[rustfmt::skip]
-pub const TARGETS: [Target; 21] = [
+pub const TARGETS: [Target; 22] = [
     Target {
         name: "config",
         run: config,
@@ -168,6 +168,13 @@ pub const TARGETS: [Target; 21] = [
         corpus: corpus::manifests,
         full: 1,
         shape: Shape::Json,
+    },
+    Target {
+        name: "spoken",
+        run: spoken,
+        corpus: runtime::processes::spoken::examples,
+        full: 2,
+        shape: Shape::Binary,
     },
     Target {
         name: "dcp_metadata",
@@ -555,6 +562,11 @@ pub fn manifest(data: &[u8]) -> Depth {
         std::fs::write(path.with_file_name(corpus::RANK_FILE), file).expect("a temporary file");
         states(&path)
     })
+}
+
+/// Bytes that a process is told by another one.
+pub fn spoken(data: &[u8]) -> Depth {
+    runtime::processes::spoken::understood(data)
 }
 
 /// The metadata of a distributed checkpoint of PyTorch, a pickle.
