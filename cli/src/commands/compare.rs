@@ -179,6 +179,7 @@ fn without_ratios(c: &mut Comparison) {
         all.into_iter().for_each(|x| x.ratio = None);
     }
     c.worst.clear();
+    c.waits.clear();
     c.waterfall = None;
 }
 
@@ -376,6 +377,36 @@ fn print_words(
             "difference per step",
         ],
         worst.collect(),
+        2,
+    ))?;
+    print_waits(c)
+}
+
+/// Prints the instructions in which ranks waited longest.
+fn print_waits(c: &Comparison) -> Result<(), Failure> {
+    if c.waits.is_empty() {
+        return Ok(());
+    }
+    report::out(
+        "\nThe instructions in which ranks waited longest, for other ranks, links or a processor",
+    )?;
+    let rows = c.waits.iter().map(|w| {
+        let place = format!("{}.{}.{}", w.stage, w.template, w.instruction);
+        let mut cells = vec![place, short_name(&w.what), w.count.to_string()];
+        cells.extend(row("", w.seconds, &seconds).into_iter().skip(1).take(2));
+        cells.push(seconds(w.waited_s));
+        cells
+    });
+    report::out(&report::table(
+        &[
+            "stage.template.instruction",
+            "what",
+            "per step",
+            "predicted",
+            "took",
+            "waited per step",
+        ],
+        rows.collect(),
         2,
     ))
 }

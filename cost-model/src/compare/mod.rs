@@ -13,7 +13,7 @@ use crate::costs::{CostClass, costs, costs_one_by_one};
 use crate::simulate::{SimulateOptions, instruction_kind, instruction_name, simulate};
 use crate::{SimError, StepWork};
 use ir::cluster::Cluster;
-use ir::measurement::Measurement;
+use ir::measurement::{InstructionMeasurement, Measurement};
 use ir::plan::Prediction;
 use ir::program::Program;
 use ir::{DType, Flops, InstrId, StageId, TemplateId};
@@ -121,6 +121,25 @@ pub struct InstructionComparison {
     pub error_s: f64,
 }
 
+/// An instruction in which ranks waited.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Wait {
+    /// Stage.
+    pub stage: u32,
+    /// Template.
+    pub template: u32,
+    /// Instruction.
+    pub instruction: u32,
+    /// Op path or collective.
+    pub what: String,
+    /// Executions per step.
+    pub count: u32,
+    /// One execution, predicted, which waits for nobody, and as it was, waiting included; seconds.
+    pub seconds: Compared,
+    /// Seconds per step in which a rank was on no processor.
+    pub waited_s: f64,
+}
+
 /// A plan's prediction against a run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Comparison {
@@ -142,9 +161,12 @@ pub struct Comparison {
     pub waterfall: Option<Waterfall>,
     /// The instructions with the largest absolute error per step, largest first.
     pub worst: Vec<InstructionComparison>,
+    /// The instructions in which ranks waited longest per step, longest first: a link that is slow or late
+    /// holds them up at what crosses it.
+    pub waits: Vec<Wait>,
 }
 
-/// Instructions listed in [`Comparison::worst`].
+/// Instructions listed in [`Comparison::worst`] and in [`Comparison::waits`].
 const N_WORST: usize = 10;
 
 /// Expected duration of every instruction of a program.
@@ -231,6 +253,7 @@ pub fn compare(predicted: &Prediction, expected: &Expected, measured: &Measureme
         stages,
         waterfall: waterfall::waterfall(predicted.step_time_s.0, expected, measured),
         worst: worst(expected, measured),
+        waits: waits(expected, measured),
     }
 }
 
@@ -346,11 +369,36 @@ fn worst(expected: &Expected, measured: &Measurement) -> Vec<InstructionComparis
     all
 }
 
+fn waits(expected: &Expected, measured: &Measurement) -> Vec<Wait> {
+    let by_place: BTreeMap<(u32, u32, u32), f64> = expected
+        .instructions
+        .iter()
+        .map(|e| (e.place(), e.seconds))
+        .collect();
+    let wait = |m: &InstructionMeasurement| {
+        let predicted = *by_place.get(&(m.stage, m.template, m.instruction))?;
+        let waited_s = (m.mean_s - m.busy_s?) * f64::from(m.count);
+        (waited_s > 0.0).then(|| Wait {
+            stage: m.stage,
+            template: m.template,
+            instruction: m.instruction,
+            what: m.what.clone(),
+            count: m.count,
+            seconds: Compared::new(predicted, m.mean_s),
+            waited_s,
+        })
+    };
+    let mut all: Vec<Wait> = measured.instructions.iter().filter_map(wait).collect();
+    all.sort_by(|a, b| b.waited_s.total_cmp(&a.waited_s));
+    all.truncate(N_WORST);
+    all
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::testing::{cluster, pipeline};
-    use ir::measurement::{InstructionMeasurement, StageMeasurement};
+    use ir::measurement::StageMeasurement;
     use ir::plan::StagePrediction;
     use ir::{Bytes, Seconds};
 
@@ -432,6 +480,16 @@ mod tests {
             c.worst
                 .windows(2)
                 .all(|w| w[0].error_s.abs() >= w[1].error_s.abs())
+        );
+        // All take a second, four times a step, and are nearly never on a processor.
+        assert_eq!(c.waits.len(), 10);
+        assert!((c.waits[0].waited_s - 4.0).abs() < 1e-4);
+        measurement.instructions[3].mean_s = 2.0;
+        let c = compare(&prediction, &expected, &measurement);
+        let late = &measurement.instructions[3];
+        assert_eq!(
+            (c.waits[0].template, c.waits[0].instruction),
+            (late.template, late.instruction)
         );
     }
 
