@@ -105,6 +105,7 @@ fn ranks_with_a_gpu_each_meet_by_nccl() {
     let mut losses = Vec::new();
     for (flags, met) in [
         (&[][..], "Ranks met by NCCL 2.30.0."),
+        (&["--processes"], "Ranks met by NCCL 2.30.0."),
         (
             &["--fabric", "host"][..],
             "Ranks met by copies through the host's memory.",
@@ -120,8 +121,10 @@ fn ranks_with_a_gpu_each_meet_by_nccl() {
         losses.push(steps.filter_map(|s| s["loss"].as_f64()).collect::<Vec<_>>());
     }
     assert_eq!(losses[0].len(), 3);
-    for (a, b) in losses[0].iter().zip(&losses[1]) {
-        assert!((a - b).abs() < 1e-5 * b, "{a} against {b}");
+    for other in &losses[1..] {
+        for (a, b) in losses[0].iter().zip(other) {
+            assert!((a - b).abs() < 1e-5 * b, "{a} against {b}");
+        }
     }
     // Four ranks on one GPU are asked for by a variable.
     let asked = [&arguments()[..], &["--fabric", "nccl"][..]].concat();

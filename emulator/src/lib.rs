@@ -3,7 +3,7 @@
 //! calls them.
 //!
 //! ```text
-//!   runtime ────────────> libnccl.so    collectives of threads' ranks       [nccl]
+//!   runtime ────────────> libnccl.so    collectives of ranks                [nccl]
 //!      └────── cudarc ──> libcuda.so    memory, streams, events, launches   [driver], [queue]
 //!                 ├─────> libcublasLt.so   products of matrices             [products]
 //!                 └─────> libnvrtc.so   c++ -shared, with a header          [compiler]
@@ -17,6 +17,7 @@
 //! * nothing that is put on a stream is done before somebody waits for it, and then streams go on
 //!   in an order drawn from a seed (`MESHWRIGHT_EMULATOR_SEED`) that keeps nothing but what events
 //!   ask for: a missing wait is a wrong result;
+//! * processes with a GPU each meet by NCCL as those of hosts do, and what a killed one left is gone;
 //! * a warp runs as far ahead of the others of its block as barriers let it.
 //!
 //! A function that is not here is a missing symbol, which its caller reports by name. How long

@@ -1,175 +1,96 @@
 //! The members of a communicator, and where they meet: a collective when all have come to it with
 //! the same call, a message when sender and receiver have.
 //!
-//! Work stands in the members' streams ([`Task`]). When it is next on its stream it says so
-//! (`there`), and it can be done when all that it meets are there too: their streams are held up at
-//! it, so that operands are final and results may be written. Whoever is first then does the work of
-//! all. Who waits for a member that is gone waits until its own communicator is aborted.
+//! Members are of one process or of several, and keep what they tell each other ([`super::room`]) in
+//! memory that all of them have ([`super::shared`]). A call is noted there when it is made; its work
+//! is a [`Task`]. Who waits for a member that is gone waits until its own communicator is aborted.
 
-#![allow(unsafe_code)] // copies between addresses that the driver has checked
-
-use super::types::{Reduction, Type, reduce};
-use crate::link::Driver;
+use super::room::{Call, Gpu, Meeting, Room, State};
+use super::shared::{Shared, make};
+use super::task::{Part, Task};
+use super::types::Type;
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::fs::File;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The kind of a collective.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
-    AllReduce(Reduction),
-    ReduceScatter(Reduction),
-    AllGather,
-    /// From the member of this number.
-    Broadcast(usize),
-}
-
-/// A collective call: `count` as the function's parameter has it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Call {
-    pub kind: Kind,
-    pub count: usize,
-    pub of: Type,
-}
-
-impl Call {
-    pub fn describe(&self) -> String {
-        let Call { count, of, .. } = self;
-        let of = of.name();
-        match self.kind {
-            Kind::AllReduce(by) => format!("ncclAllReduce of {count} {of} by {}", by.name()),
-            Kind::ReduceScatter(by) => {
-                format!("ncclReduceScatter of {count} {of} by {}", by.name())
-            }
-            Kind::AllGather => format!("ncclAllGather of {count} {of}"),
-            Kind::Broadcast(root) => format!("ncclBroadcast of {count} {of} from {root}"),
-        }
-    }
-    /// Bytes of a member's operand and of its result.
-    fn sizes(&self, n: usize) -> [usize; 2] {
-        let bytes = self.count * self.of.bytes();
-        match self.kind {
-            Kind::AllReduce(_) | Kind::Broadcast(_) => [bytes, bytes],
-            Kind::ReduceScatter(_) => [n * bytes, bytes],
-            Kind::AllGather => [bytes, n * bytes],
-        }
-    }
-}
-
-/// A collective that members come to.
-#[derive(Debug)]
-pub struct Meeting {
-    call: Call,
-    number: u64,
-    /// By member, addresses of operand and result.
-    brought: Mutex<Vec<Option<[u64; 2]>>>,
-    there: Vec<AtomicBool>,
-    is_done: Mutex<bool>,
-}
-
-/// One side of a message: address, elements, type.
-type Side = (u64, usize, Type);
-
-/// A message from one member to another: the sender's side and the receiver's.
-#[derive(Debug, Default)]
-pub struct Message {
-    sides: Mutex<[Option<Side>; 2]>,
-    there: [AtomicBool; 2],
-    is_done: Mutex<bool>,
-}
-
-/// A part of a task.
-#[derive(Debug)]
-pub enum Part {
-    /// A collective, of which this is a member.
-    Collective(Arc<Meeting>, usize),
-    /// A message, and whether this is its receiver.
-    Message(Arc<Message>, bool, usize),
-}
-
-/// A call that a member of a communicator puts on a stream at once.
-#[derive(Debug)]
-pub struct Task {
-    pub parts: Vec<Part>,
-    pub clique: Arc<Clique>,
-    /// Set when the member's communicator is aborted: then there is nothing to do.
-    pub is_aborted: Arc<AtomicBool>,
-    pub is_over: AtomicBool,
-}
-
-/// The members of a communicator.
-#[derive(Debug)]
+/// The members of a communicator, as one of them has them.
+#[derive(Clone, Debug)]
 pub struct Clique {
     pub n: usize,
-    state: Mutex<State>,
-}
-
-#[derive(Debug, Default)]
-struct State {
-    /// By member, the GPU with which it joined.
-    joined: Vec<Option<usize>>,
-    /// Members that have left or were aborted.
-    gone: BTreeMap<usize, &'static str>,
-    meetings: BTreeMap<u64, Arc<Meeting>>,
-    messages: BTreeMap<(usize, usize, u64), Arc<Message>>,
-    splits: BTreeMap<u64, Arc<Split>>,
-    /// The first thing that members do not agree on.
-    wrong: Option<String>,
-}
-
-/// A split of a communicator: what members asked for, and the communicators by color.
-#[derive(Debug)]
-pub struct Split {
-    /// By member: color, key, GPU.
-    asked: Mutex<Vec<Option<(i32, i32, usize)>>>,
-    made: Mutex<BTreeMap<i32, Arc<Clique>>>,
+    pub room: Arc<Shared<Room>>,
+    /// Its number in the room.
+    pub number: usize,
 }
 
 pub fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
     of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Makes the room of a communicator, which others find by this process and the file's descriptor, and
+/// know by its name.
+pub fn open_room(name: u64) -> Result<File, String> {
+    let (cliques, places) = (Vec::new(), Vec::new());
+    make(&Room {
+        name,
+        cliques,
+        places,
+    })
+}
+
 impl Clique {
-    pub fn new(n: usize) -> Arc<Self> {
-        let state = State {
-            joined: vec![None; n],
-            ..State::default()
-        };
-        Arc::new(Clique {
-            n,
-            state: Mutex::new(state),
-        })
-    }
-    /// A member joins with its GPU.
-    pub fn join(&self, rank: usize, device: usize) -> Result<(), String> {
-        let mut state = lock(&self.state);
-        if state.joined[rank].replace(device).is_some() {
-            return Err(format!("rank {rank} has joined twice"));
+    /// A member joins the communicator of all with its GPU.
+    pub fn join(
+        (process, descriptor, name): (u32, i32, u64),
+        (rank, n): (usize, usize),
+        device: Gpu,
+    ) -> Result<Arc<Self>, String> {
+        let room = Shared::<Room>::open(process, descriptor)?;
+        if room.look()?.name != name {
+            return Err("the process that made the communicator's identifier is gone".into());
         }
-        let shares_one = |state: &State| {
-            let mut devices: Vec<usize> = state.joined.iter().filter_map(|d| *d).collect();
-            devices.sort_unstable();
-            devices.windows(2).any(|pair| pair[0] == pair[1])
-        };
-        let may = std::env::var("NCCL_MULTI_RANK_GPU_ENABLE").is_ok_and(|v| v == "1");
-        if !may && shares_one(&state) {
-            let what = "several ranks use the same GPU, and NCCL_MULTI_RANK_GPU_ENABLE is not 1";
-            state.wrong.get_or_insert(what.into());
-        }
-        Ok(())
+        room.mark(rank)?;
+        room.change(|room| {
+            if room.cliques.is_empty() {
+                room.cliques.push(State::new((0..n).collect()));
+            }
+            let all = &mut room.cliques[0];
+            let others = all.joined.len();
+            if others != n {
+                return Err(format!(
+                    "a communicator of {n} ranks, to others of {others}"
+                ));
+            }
+            if all.joined[rank].is_some() {
+                return Err(format!("rank {rank} has joined twice"));
+            }
+            all.join(rank, device);
+            Ok(())
+        })??;
+        let (room, number) = (Arc::new(room), 0);
+        Ok(Arc::new(Clique { n, room, number }))
     }
-    pub fn is_complete(&self) -> bool {
-        lock(&self.state).joined.iter().all(Option::is_some)
+
+    /// Reads the newest state; none where nobody can.
+    pub fn look<R>(&self, of: impl FnOnce(&State) -> R) -> Result<R, String> {
+        self.room.look().map(|room| of(&room.cliques[self.number]))
     }
-    pub fn wrong(&self) -> Option<String> {
-        lock(&self.state).wrong.clone()
+    pub fn change<R>(&self, change: impl FnOnce(&mut State) -> R) -> Result<R, String> {
+        self.room
+            .change(|room| change(&mut room.cliques[self.number]))
     }
-    fn is_wrong(&self, state: &mut State, what: String) -> String {
-        eprintln!("emulated NCCL: {what}");
-        state.wrong.get_or_insert(what).clone()
+
+    pub fn is_complete(&self) -> Result<bool, String> {
+        self.look(|state| state.joined.iter().all(Option::is_some))
     }
-    pub fn leave(&self, rank: usize, how: &'static str) {
-        lock(&self.state).gone.entry(rank).or_insert(how);
+    pub fn wrong(&self) -> Result<Option<String>, String> {
+        self.look(|state| state.wrong.clone())
+    }
+    pub fn leave(&self, rank: usize, how: &str) {
+        // Whoever cannot say it is seen to be gone.
+        let _ = self.change(|state| {
+            state.gone.entry(rank).or_insert_with(|| how.into());
+        });
     }
 
     /// Member `rank` comes to its call of this number.
@@ -179,256 +100,285 @@ impl Clique {
         call: Call,
         addresses: [u64; 2],
     ) -> Result<Part, String> {
-        let mut state = lock(&self.state);
         let n = self.n;
-        let meeting = state.meetings.entry(number).or_insert_with(|| {
-            Arc::new(Meeting {
+        self.room.change(|room| {
+            let place = room.place(call.sizes(n)[0]);
+            let state = &mut room.cliques[self.number];
+            let meeting = state.meetings.entry(number).or_insert_with(|| Meeting {
                 call,
-                number,
-                brought: Mutex::new(vec![None; n]),
-                there: (0..n).map(|_| AtomicBool::new(false)).collect(),
-                is_done: Mutex::new(false),
-            })
-        });
-        let meeting = Arc::clone(meeting);
-        if meeting.call != call {
-            let others = lock(&meeting.brought);
-            let others: Vec<String> = (0..n)
-                .filter(|i| others[*i].is_some())
-                .map(|i| i.to_string())
-                .collect();
+                places: vec![None; n],
+                there: vec![false; n],
+                done: vec![false; n],
+            });
+            if meeting.call == call {
+                meeting.places[rank] = Some(place);
+                return Ok(Part::Collective(number, call, addresses));
+            }
+            let others = (0..n).filter(|i| meeting.places[*i].is_some());
+            let others: Vec<String> = others.map(|i| i.to_string()).collect();
             let what = format!(
                 "rank {rank} of {n} comes to call {number} with {}, others ({}) with {}",
                 call.describe(),
                 others.join(", "),
                 meeting.call.describe()
             );
-            return Err(self.is_wrong(&mut state, what));
-        }
-        let all_came = {
-            let mut brought = lock(&meeting.brought);
-            brought[rank] = Some(addresses);
-            brought.iter().all(Option::is_some)
-        };
-        if all_came {
-            state.meetings.remove(&number);
-        }
-        Ok(Part::Collective(meeting, rank))
+            Err(state.is_wrong(what))
+        })?
     }
 
-    /// One side of message `number` from one member to another.
+    /// One side of message `number` from one member to another: address, elements, type.
     pub fn post(
         &self,
-        (from, to, number): (usize, usize, u64),
+        at: (usize, usize, u64),
         receives: bool,
-        side: Side,
+        side: (u64, usize, Type),
     ) -> Result<Part, String> {
-        let mut state = lock(&self.state);
-        let message = Arc::clone(state.messages.entry((from, to, number)).or_default());
-        let mut sides = lock(&message.sides);
-        sides[usize::from(receives)] = Some(side);
-        if let [Some(sent), Some(received)] = *sides {
-            state.messages.remove(&(from, to, number));
-            if (sent.1, sent.2) != (received.1, received.2) {
+        let (_, count, of) = side;
+        self.room.change(|room| {
+            let place = match receives {
+                true => None,
+                false => Some(room.place(count * of.bytes())),
+            };
+            let state = &mut room.cliques[self.number];
+            let message = state.messages.entry(at).or_default();
+            message.sides[usize::from(receives)] = Some((count, of));
+            message.place = place.unwrap_or(message.place);
+            if let [Some(sent), Some(received)] = message.sides
+                && sent != received
+            {
+                let (from, to, number) = at;
                 let what = format!(
                     "message {number}: rank {from} sends {} {}, rank {to} receives {} {}",
-                    sent.1,
-                    sent.2.name(),
-                    received.1,
-                    received.2.name()
+                    sent.0,
+                    sent.1.name(),
+                    received.0,
+                    received.1.name()
                 );
-                return Err(self.is_wrong(&mut state, what));
+                return Err(state.is_wrong(what));
             }
-        }
-        drop(sides);
-        let other = if receives { from } else { to };
-        Ok(Part::Message(message, receives, other))
+            Ok(Part::Message(at, receives, side))
+        })?
     }
 
-    /// Member `rank` asks for split `number`.
+    /// Member `rank` asks for split `number`, by color, key and its GPU. Whoever is last makes the parts.
     pub fn split(
         &self,
         (rank, number): (usize, u64),
-        asked: (i32, i32, usize),
-    ) -> Result<Arc<Split>, String> {
-        let mut state = lock(&self.state);
-        let split = state.splits.entry(number).or_insert_with(|| {
-            Arc::new(Split {
-                asked: Mutex::new(vec![None; self.n]),
-                made: Mutex::default(),
-            })
-        });
-        let split = Arc::clone(split);
-        let is_full = {
-            let mut all = lock(&split.asked);
-            all[rank] = Some(asked);
-            all.iter().all(Option::is_some)
-        };
-        if is_full {
-            state.splits.remove(&number);
-        }
-        Ok(split)
-    }
-
-    /// The member that has gone among those that a task waits for.
-    pub fn missing(&self, task: &Task) -> Option<(usize, &'static str)> {
-        let gone = lock(&self.state).gone.clone();
-        gone.into_iter().find(|(rank, _)| task.waits_for(*rank))
-    }
-}
-
-impl Split {
-    pub fn is_complete(&self) -> bool {
-        lock(&self.asked).iter().all(Option::is_some)
-    }
-    /// The communicator of a member's color, and its number there; none before all have asked.
-    pub fn of(&self, rank: usize) -> Option<(Arc<Clique>, usize)> {
-        let asked: Option<Vec<_>> = lock(&self.asked).iter().copied().collect();
-        let asked = asked?;
-        let color = asked[rank].0;
-        let mut members: Vec<(i32, usize)> = asked
-            .iter()
-            .enumerate()
-            .filter(|(_, a)| a.0 == color)
-            .map(|(r, a)| (a.1, r))
-            .collect();
-        members.sort_unstable();
-        let mut made = lock(&self.made);
-        let clique = made.entry(color).or_insert_with(|| {
-            let clique = Clique::new(members.len());
-            for (place, (_, member)) in members.iter().enumerate() {
-                // Each joins once, so this cannot fail.
-                let _ = clique.join(place, asked[*member].2);
+        asked: (i32, i32, Gpu),
+    ) -> Result<(), String> {
+        let n = self.n;
+        self.room.change(|room| {
+            let next = room.cliques.len();
+            let state = &mut room.cliques[self.number];
+            let split = state.splits.entry(number).or_default();
+            split.asked.resize(n, None);
+            split.asked[rank] = Some(asked);
+            let all: Option<Vec<_>> = split.asked.iter().copied().collect();
+            let mut parts: BTreeMap<i32, Vec<(i32, usize, Gpu)>> = BTreeMap::new();
+            for (rank, (color, key, device)) in all.into_iter().flatten().enumerate() {
+                let part = parts.entry(color).or_default();
+                part.push((key, rank, device));
             }
-            clique
-        });
-        let place = members.iter().position(|m| m.1 == rank)?;
-        Some((Arc::clone(clique), place))
-    }
-}
-
-impl Task {
-    /// The stream has come to it: whether all that it meets are there.
-    pub fn is_ready(&self) -> bool {
-        if self.is_aborted.load(Ordering::SeqCst) {
-            return true;
-        }
-        for part in &self.parts {
-            match part {
-                Part::Collective(meeting, rank) => &meeting.there[*rank],
-                Part::Message(message, receives, _) => &message.there[usize::from(*receives)],
+            let colors = parts.keys().enumerate();
+            split.made = colors.map(|(i, color)| (*color, next + i)).collect();
+            let roots = state.roots.clone();
+            for mut members in parts.into_values() {
+                members.sort_unstable();
+                let mut made = State::new(members.iter().map(|m| roots[m.1]).collect());
+                let devices = members.iter().map(|m| m.2).enumerate();
+                devices.for_each(|(place, device)| made.join(place, device));
+                room.cliques.push(made);
             }
-            .store(true, Ordering::SeqCst);
-        }
-        let is_there = |flags: &[AtomicBool]| flags.iter().all(|t| t.load(Ordering::SeqCst));
-        self.parts.iter().all(|part| match part {
-            Part::Collective(meeting, _) => is_there(&meeting.there),
-            Part::Message(message, ..) => is_there(&message.there),
         })
     }
-
-    fn waits_for(&self, member: usize) -> bool {
-        !self.is_over.load(Ordering::SeqCst)
-            && self.parts.iter().any(|part| match part {
-                Part::Collective(meeting, _) => lock(&meeting.brought)[member].is_none(),
-                Part::Message(message, receives, other) => {
-                    *other == member && lock(&message.sides)[usize::from(!receives)].is_none()
-                }
-            })
+    pub fn is_split(&self, number: u64) -> Result<bool, String> {
+        self.look(|state| {
+            state
+                .splits
+                .get(&number)
+                .is_some_and(|s| !s.made.is_empty())
+        })
     }
-
-    /// Does what has not been done by others.
-    pub fn run(&self, driver: Driver) -> Result<(), String> {
-        let aborted = || self.is_aborted.load(Ordering::SeqCst);
-        let done = self.parts.iter().try_for_each(|part| match part {
-            _ if aborted() => Ok(()),
-            Part::Collective(meeting, _) => meeting.hold(driver),
-            Part::Message(message, ..) => message.deliver(driver),
-        });
-        self.is_over.store(true, Ordering::SeqCst);
-        match done {
-            // Memory of a member that is gone.
-            Err(_) if aborted() || !lock(&self.clique.state).gone.is_empty() => Ok(()),
-            done => done,
-        }
-    }
-}
-
-impl Meeting {
-    fn hold(&self, driver: Driver) -> Result<(), String> {
-        let mut is_done = lock(&self.is_done);
-        if *is_done {
-            return Ok(());
-        }
-        let members: Vec<[u64; 2]> = lock(&self.brought).iter().filter_map(|b| *b).collect();
-        let (n, call) = (members.len(), &self.call);
-        let [from, to] = call.sizes(n);
-        let what = call.describe();
-        let operands: Vec<Vec<u8>> = members
-            .iter()
-            .map(|m| read(driver, m[0], from, &what))
-            .collect::<Result<_, _>>()?;
-        // Not the members' order, and another one each time, but all have the same.
-        let first = self.number as usize + 1;
-        let all = match call.kind {
-            Kind::AllReduce(by) | Kind::ReduceScatter(by) => reduce(by, call.of, &operands, first),
-            Kind::AllGather => operands.concat(),
-            Kind::Broadcast(root) => operands[root].clone(),
+    /// The communicator that member `rank` has by a split, and its number there; none before all have
+    /// asked.
+    pub fn part(&self, rank: usize, number: u64) -> Result<Option<(Arc<Self>, usize)>, String> {
+        let room = self.room.look()?;
+        let state = &room.cliques[self.number];
+        let found = || {
+            let split = state.splits.get(&number)?;
+            let number = *split.made.get(&split.asked[rank]?.0)?;
+            let members = &room.cliques[number].roots;
+            let place = members.iter().position(|r| *r == state.roots[rank])?;
+            let (n, room) = (members.len(), Arc::clone(&self.room));
+            Some((Arc::new(Clique { n, room, number }), place))
         };
-        for (i, member) in members.iter().enumerate() {
-            let result = match call.kind {
-                Kind::ReduceScatter(_) => &all[i * to..(i + 1) * to],
-                _ => &all[..],
+        Ok(found())
+    }
+
+    /// The member that has gone among those that a task waits for, and how.
+    pub fn missing(&self, task: &Task) -> Result<Option<(usize, String)>, String> {
+        if task.is_over.load(Ordering::SeqCst) {
+            return Ok(None);
+        }
+        let room = self.room.look()?;
+        let state = &room.cliques[self.number];
+        let others = (0..self.n).filter(|rank| *rank != task.rank);
+        let missing = others.filter_map(|rank| {
+            let how = match state.gone.get(&rank) {
+                Some(how) => state.waits(&task.parts, rank, false).then(|| how.clone()),
+                None => (state.waits(&task.parts, rank, true)
+                    && !self.room.is_marked(state.roots[rank]))
+                .then(|| "is gone with its process".into()),
             };
-            write(driver, member[1], result, &what)?;
+            how.map(|how| (rank, how))
+        });
+        let missing = missing.min_by_key(|m| m.0);
+        Ok(missing)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::room::{Call, Kind};
+    use super::super::types::Reduction;
+    use super::*;
+    use crate::link::Driver;
+    use std::os::fd::AsRawFd;
+    use std::sync::atomic::AtomicBool;
+
+    /// A device whose addresses are the host's.
+    fn driver() -> Driver {
+        extern "C" fn put(
+            _: *mut std::ffi::c_void,
+            _: crate::queue::Run,
+            _: *mut std::ffi::c_void,
+        ) -> i32 {
+            0
         }
-        *is_done = true;
-        Ok(())
-    }
-}
-
-impl Message {
-    fn deliver(&self, driver: Driver) -> Result<(), String> {
-        let mut is_done = lock(&self.is_done);
-        if *is_done {
-            return Ok(());
+        extern "C" fn meet(
+            _: *mut std::ffi::c_void,
+            _: crate::queue::Ready,
+            _: crate::queue::Run,
+            _: *mut std::ffi::c_void,
+        ) -> i32 {
+            0
         }
-        let sides = *lock(&self.sides);
-        if let [Some((from, count, of)), Some((to, ..))] = sides {
-            let what = format!("a message of {count} {}", of.name());
-            let bytes = read(driver, from, count * of.bytes(), &what)?;
-            write(driver, to, &bytes, &what)?;
+        extern "C" fn wake() {}
+        extern "C" fn device() -> i32 {
+            0
         }
-        *is_done = true;
-        Ok(())
+        extern "C" fn address(at: u64, _: usize) -> *mut u8 {
+            at as *mut u8
+        }
+        Driver {
+            put,
+            meet,
+            wake,
+            device,
+            address,
+        }
     }
-}
 
-fn host(driver: Driver, at: u64, bytes: usize, what: &str) -> Result<*mut u8, String> {
-    let found = (driver.address)(at, bytes);
-    match found.is_null() {
-        true => Err(format!(
-            "{what}: {bytes} bytes at {at:#x} are not allocated"
-        )),
-        false => Ok(found),
+    /// Members as processes have them, each with the memory opened for itself.
+    fn members(n: usize) -> Vec<Arc<Clique>> {
+        let file = open_room(7).expect("there is memory");
+        let found = (std::process::id(), file.as_raw_fd(), 7);
+        let join = |rank| Clique::join(found, (rank, n), Gpu::new(rank)).expect("it joins");
+        let all: Vec<_> = (0..n).map(join).collect();
+        assert!(Clique::join((found.0, found.1, 8), (0, n), Gpu::new(0)).is_err());
+        assert!(Clique::join(found, (0, n), Gpu::new(0)).is_err_and(|e| e.contains("twice")));
+        all
     }
-}
 
-fn read(driver: Driver, at: u64, bytes: usize, what: &str) -> Result<Vec<u8>, String> {
-    if bytes == 0 {
-        return Ok(Vec::new());
+    fn sum(count: usize) -> Call {
+        Call {
+            kind: Kind::AllReduce(Reduction::Sum),
+            count,
+            of: Type::I32,
+        }
     }
-    let from = host(driver, at, bytes, what)?;
-    // SAFETY: the block has the bytes, and the streams that write there are held up.
-    Ok(unsafe { std::slice::from_raw_parts(from, bytes) }.to_vec())
-}
 
-fn write(driver: Driver, at: u64, bytes: &[u8], what: &str) -> Result<(), String> {
-    if bytes.is_empty() {
-        return Ok(());
+    fn task(clique: &Arc<Clique>, rank: usize, part: Part) -> Task {
+        Task {
+            parts: vec![part],
+            clique: Arc::clone(clique),
+            rank,
+            is_aborted: Arc::default(),
+            is_over: AtomicBool::new(false),
+        }
     }
-    let to = host(driver, at, bytes.len(), what)?;
-    // SAFETY: as in `read`.
-    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
-    Ok(())
+
+    #[test]
+    fn members_of_several_processes_add_up_and_leave_nothing() {
+        let all = members(3);
+        let mut values = [[1i32, 10], [2, 20], [3, 30]];
+        let at = values.each_mut().map(|v| v.as_mut_ptr() as u64);
+        for call in 0..5 {
+            let begun = all.iter().enumerate().map(|(rank, clique)| {
+                let part = clique.come((rank, call), sum(2), [at[rank]; 2]);
+                task(clique, rank, part.expect("all agree"))
+            });
+            let tasks: Vec<Task> = begun.collect();
+            for task in &tasks[..2] {
+                task.arrive(driver()).expect("operands are there");
+                assert!(!task.is_ready(), "one is not there");
+            }
+            tasks[2].arrive(driver()).expect("operands are there");
+            for task in &tasks {
+                assert!(task.is_ready());
+                task.run(driver()).expect("results are there");
+            }
+        }
+        std::hint::black_box(&at);
+        assert_eq!(values, [[6 * 81, 60 * 81]; 3]);
+        let room = all[0].room.look().expect("the memory is there");
+        assert!(room.places.is_empty() && room.cliques[0].meetings.is_empty());
+    }
+
+    #[test]
+    fn a_split_has_the_members_of_a_color_in_the_order_of_keys() {
+        let all = members(3);
+        for (rank, color, key) in [(0, 5, 1), (1, 6, 0), (2, 5, 0)] {
+            assert!(!all[0].is_split(0).expect("it is seen"));
+            let asked = (color, key, Gpu::new(rank));
+            all[rank].split((rank, 0), asked).expect("it asks");
+        }
+        let part = |rank: usize| all[rank].part(rank, 0).expect("it is seen");
+        let parts = [0, 1, 2].map(|rank| part(rank).expect("all have asked"));
+        assert_eq!(
+            parts.each_ref().map(|p| (p.0.n, p.1)),
+            [(2, 1), (1, 0), (2, 0)]
+        );
+        assert_eq!(parts[0].0.number, parts[2].0.number);
+    }
+
+    /// As when its process was killed: nobody says that it is gone.
+    #[test]
+    fn a_member_whose_process_is_gone_is_noticed() {
+        let mut all = members(2);
+        let last = all.pop().expect("there are two");
+        let part = all[0].come((0, 0), sum(0), [0; 2]).expect("it comes");
+        let waits = task(&all[0], 0, part);
+        waits.arrive(driver()).expect("it is there");
+        // It has come, and its work is on its stream.
+        last.come((1, 0), sum(0), [0; 2]).expect("it comes");
+        assert_eq!(all[0].missing(&waits), Ok(None));
+        drop(last);
+        let missing = all[0].missing(&waits).expect("it is seen");
+        assert_eq!(missing, Some((1, "is gone with its process".into())));
+        // Its place in the memory goes with the last who has it open.
+        assert!(!waits.is_ready());
+    }
+
+    #[test]
+    fn who_brings_another_call_is_told_to_all() {
+        let all = members(2);
+        all[1]
+            .come((1, 0), sum(3), [0; 2])
+            .expect("it is the first");
+        let told = all[0].come((0, 0), sum(4), [0; 2]).expect_err("it differs");
+        assert_eq!(all[1].wrong(), Ok(Some(told.clone())));
+        let words = "rank 0 of 2 comes to call 0 with ncclAllReduce of 4 int32 by sum, others (1)";
+        assert!(told.starts_with(words), "{told}");
+    }
 }

@@ -1,9 +1,11 @@
 //! A communicator as one of its members has it, and what goes on when it is polled.
 
-use super::clique::{Clique, Split, Task};
+use super::clique::Clique;
+use super::room::Gpu;
+use super::task::Task;
 use super::{
-    IN_PROGRESS, INVALID_ARGUMENT, INVALID_USAGE, REMOTE_ERROR, SUCCESS, Status,
-    UNHANDLED_CUDA_ERROR,
+    IN_PROGRESS, INVALID_ARGUMENT, INVALID_USAGE, Id, REMOTE_ERROR, SUCCESS, Status,
+    UNHANDLED_CUDA_ERROR, close,
 };
 use crate::link::{Driver, driver};
 use std::cell::RefCell;
@@ -21,11 +23,13 @@ thread_local! {
 #[derive(Debug)]
 pub struct Comm {
     pub(super) forming: Option<Forming>,
+    /// The identifier by which others join, until all have.
+    pub(super) id: Option<Id>,
     pub(super) clique: Option<Arc<Clique>>,
     pub(super) rank: usize,
-    pub(super) device: usize,
-    /// Splits that others have to come to, and where the part is then written.
-    pub(super) splitting: Option<(Arc<Split>, *mut *mut Comm, *mut Comm)>,
+    pub(super) device: Gpu,
+    /// The split that others have to come to, and where the part is then written.
+    pub(super) splitting: Option<(u64, *mut *mut Comm, *mut Comm)>,
     pub(super) n_calls: u64,
     pub(super) n_splits: u64,
     /// Messages so far, by peer: sent and received.
@@ -44,7 +48,8 @@ pub struct Comm {
 #[derive(Debug)]
 pub(super) enum Forming {
     Joined,
-    Split(Arc<Split>, usize),
+    /// By this split of another one, whose member this is of that number.
+    Split(Arc<Clique>, u64, usize),
 }
 
 /// A number below `n`, from the seed of the emulator.
@@ -72,9 +77,10 @@ pub(super) fn wrong(what: &str) -> Status {
 }
 
 impl Comm {
-    pub(super) fn new(forming: Forming, rank: usize, device: usize) -> Self {
+    pub(super) fn new(forming: Forming, rank: usize, device: Gpu) -> Self {
         Comm {
             forming: Some(forming),
+            id: None,
             clique: None,
             rank,
             device,
@@ -102,53 +108,66 @@ impl Comm {
         if let Some((status, what)) = &self.error {
             return said(*status, what);
         }
+        match self.goes_on() {
+            Ok(status) => status,
+            Err((status, what)) => self.fail(status, what),
+        }
+    }
+
+    fn goes_on(&mut self) -> Result<Status, (Status, String)> {
+        let usage = |what: String| (INVALID_USAGE, what);
+        let unseen = |what: String| (REMOTE_ERROR, what);
         if let Some(forming) = &self.forming {
-            if let Forming::Split(split, rank) = forming {
-                let Some((clique, place)) = split.of(*rank) else {
-                    return IN_PROGRESS;
+            if let Forming::Split(of, number, rank) = forming {
+                let Some((clique, place)) = of.part(*rank, *number).map_err(unseen)? else {
+                    return Ok(IN_PROGRESS);
                 };
                 (self.clique, self.rank) = (Some(clique), place);
             }
-            if !self.clique.as_ref().is_some_and(|c| c.is_complete()) {
-                return IN_PROGRESS;
+            let clique = self.clique.as_ref().map(|c| c.is_complete());
+            if !clique.transpose().map_err(unseen)?.unwrap_or(false) {
+                return Ok(IN_PROGRESS);
             }
             self.forming = None;
+            self.id.take().iter().for_each(close);
         }
-        let Some(clique) = self.clique.clone() else {
-            return self.fail(INVALID_USAGE, "a communicator without members".into());
-        };
-        if let Some(what) = clique.wrong() {
-            return self.fail(INVALID_USAGE, what);
+        let clique = self.clique.clone();
+        let clique = clique.ok_or_else(|| usage("a communicator without members".into()))?;
+        if let Some(what) = clique.wrong().map_err(unseen)? {
+            return Err(usage(what));
         }
-        if self.splitting.as_ref().is_some_and(|s| !s.0.is_complete()) {
-            return IN_PROGRESS;
+        if let Some((number, ..)) = self.splitting
+            && !clique.is_split(number).map_err(unseen)?
+        {
+            return Ok(IN_PROGRESS);
         }
         if self.polls > 0 {
             self.polls -= 1;
-            return IN_PROGRESS;
+            return Ok(IN_PROGRESS);
         }
         if let Some((_, to, part)) = self.splitting.take() {
             // SAFETY: the caller's pointer, which must live until the communicator can be used.
             unsafe { to.write(part) };
         }
-        let Some(driver) = driver() else {
-            return self.fail(UNHANDLED_CUDA_ERROR, "the driver is gone".into());
-        };
+        let gone = || (UNHANDLED_CUDA_ERROR, "the driver is gone".to_string());
+        let driver = driver().ok_or_else(gone)?;
         for (stream, task) in std::mem::take(&mut self.pending) {
             if put(driver, stream, &task) != 0 {
                 let what = "a call on a stream that is none, or of a GPU that has failed";
-                return self.fail(UNHANDLED_CUDA_ERROR, what.into());
+                return Err((UNHANDLED_CUDA_ERROR, what.into()));
             }
             self.open.push(task);
         }
         self.open.retain(|t| !t.is_over.load(Ordering::SeqCst));
-        match self.open.iter().find_map(|t| clique.missing(t)) {
-            Some((rank, how)) => {
+        for task in &self.open {
+            if let Some((rank, how)) = clique.missing(task).map_err(unseen)? {
                 let what = format!("rank {rank} {how}, and others wait for it");
-                self.fail(REMOTE_ERROR, what)
+                return Err((REMOTE_ERROR, what));
             }
-            None if self.is_ending && !self.open.is_empty() => IN_PROGRESS,
-            None => SUCCESS,
+        }
+        match self.is_ending && !self.open.is_empty() {
+            true => Ok(IN_PROGRESS),
+            false => Ok(SUCCESS),
         }
     }
 
@@ -165,10 +184,14 @@ impl Comm {
     }
 }
 
-/// Puts a task on a stream, which has a count of its own.
+/// Puts a task on a stream: the bringing of its operands, and its end, which the stream waits for. The
+/// first has a count of the task of its own, as the second has.
 fn put(driver: Driver, stream: usize, task: &Arc<Task>) -> c_int {
-    let given = Arc::into_raw(Arc::clone(task)).cast_mut().cast();
-    (driver.meet)(stream as *mut c_void, is_ready, run, given)
+    let given = || Arc::into_raw(Arc::clone(task)).cast_mut().cast();
+    match (driver.put)(stream as *mut c_void, arrive, given()) {
+        0 => (driver.meet)(stream as *mut c_void, is_ready, run, given()),
+        failed => failed,
+    }
 }
 
 extern "C" fn is_ready(given: *mut c_void) -> c_int {
@@ -176,13 +199,21 @@ extern "C" fn is_ready(given: *mut c_void) -> c_int {
     c_int::from(unsafe { &*given.cast::<Task>() }.is_ready())
 }
 
+extern "C" fn arrive(given: *mut c_void) -> *const c_char {
+    does(given, Task::arrive)
+}
+
 extern "C" fn run(given: *mut c_void) -> *const c_char {
-    // SAFETY: as above, and this is its end.
+    does(given, Task::run)
+}
+
+fn does(given: *mut c_void, what: fn(&Task, Driver) -> Result<(), String>) -> *const c_char {
+    // SAFETY: a task that `put` gave, and this is the end of that count.
     let task = unsafe { Arc::from_raw(given.cast::<Task>()) };
     let Some(driver) = driver() else {
         return c"the driver is gone".as_ptr();
     };
-    let done = task.run(driver);
+    let done = what(&task, driver);
     (driver.wake)();
     match done.map_err(CString::new) {
         Ok(()) => std::ptr::null(),

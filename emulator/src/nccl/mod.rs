@@ -1,11 +1,11 @@
-//! NCCL's functions, as `libnccl.so` exports them: communicators that do not block, of threads of one
-//! process, collectives, messages and groups of them.
+//! NCCL's functions, as `libnccl.so` exports them: communicators that do not block, of ranks of one
+//! process or of several of this machine, collectives, messages and groups of them.
 //!
 //! Communicators are an adversary too. One that is being formed or split, and a group of calls, take
 //! some polls of `ncclCommGetAsyncError` until they are there: who puts work on a stream before
 //! that has it in the wrong order. Sums begin with another member in every call and round after
 //! each. Members who come with another call, count or type are told, all of them, who did; so are
-//! those who wait for a member that has left. Several ranks of a communicator may use one GPU if
+//! those who wait for a member that has left or whose process is gone. Several ranks of a communicator may use one GPU if
 //! `NCCL_MULTI_RANK_GPU_ENABLE` is 1.
 
 #![allow(unsafe_code)] // pointers of the caller's, who promises what the documentation asks for
@@ -14,18 +14,25 @@
 
 mod clique;
 mod comm;
+mod room;
+mod shared;
+mod task;
 mod types;
 
 pub use comm::Comm;
 
 use crate::link::driver;
-use clique::{Call, Clique, Kind, Part, Task, lock};
+use clique::{Clique, lock, open_room};
 use comm::{Forming, LAST, drawn, said, wrong};
+use room::{Call, Gpu, Kind};
 use std::cell::RefCell;
-use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::fs::File;
+use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::UNIX_EPOCH;
+use task::{Part, Task};
 use types::{Reduction, Type};
 
 /// How a call went, an `ncclResult_t`.
@@ -66,8 +73,9 @@ pub struct Config {
     blocking: c_int,
 }
 
-/// Cliques that not all members have joined.
-static GATHERING: Mutex<BTreeMap<[u8; 128], Arc<Clique>>> = Mutex::new(BTreeMap::new());
+/// The memory of communicators that this process made identifiers for, which not all members have
+/// joined.
+static GATHERING: Mutex<Vec<([u8; 128], File)>> = Mutex::new(Vec::new());
 
 /// A part of a group: which communicator's, on which stream.
 type Grouped = (*mut Comm, usize, Part);
@@ -111,15 +119,48 @@ pub unsafe extern "C" fn ncclGetVersion(version: *mut c_int) -> Status {
     unsafe { give(version, VERSION) }
 }
 
+/// Where members find a communicator's memory: a process, its descriptor, and the memory's name.
+type Found = (u32, i32, u64);
+
+impl Id {
+    fn new((process, descriptor, name): Found) -> Self {
+        let text = format!("{PREFIX}{process} {descriptor} {name}");
+        let mut bytes = [0; 128];
+        bytes[..text.len()].copy_from_slice(text.as_bytes());
+        Id { bytes }
+    }
+    fn found(&self) -> Option<Found> {
+        let text = std::str::from_utf8(&self.bytes).ok()?;
+        let text = text.trim_end_matches('\0').strip_prefix(PREFIX)?;
+        let mut words = text.split(' ');
+        let mut next = || words.next();
+        Some((
+            next()?.parse().ok()?,
+            next()?.parse().ok()?,
+            next()?.parse().ok()?,
+        ))
+    }
+}
+
+/// All members have joined: nobody looks for the memory any more.
+fn close(id: &Id) {
+    lock(&GATHERING).retain(|made| made.0 != id.bytes);
+}
+
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclGetUniqueId(id: *mut Id) -> Status {
     static NEXT: AtomicU64 = AtomicU64::new(0);
-    let n = NEXT.fetch_add(1, Ordering::SeqCst);
-    let text = format!("{PREFIX}{} {n}", std::process::id());
-    let mut bytes = [0; 128];
-    bytes[..text.len()].copy_from_slice(text.as_bytes());
+    // Processes' numbers come again, their names do not.
+    let now = UNIX_EPOCH.elapsed().map_or(0, |now| now.as_nanos() as u64);
+    let name = now.wrapping_add(NEXT.fetch_add(1, Ordering::SeqCst));
+    let file = match open_room(name) {
+        Ok(file) => file,
+        Err(what) => return wrong(&what),
+    };
+    let made = Id::new((std::process::id(), file.as_raw_fd(), name));
+    lock(&GATHERING).push((made.bytes, file));
     // SAFETY: the caller's pointer.
-    unsafe { give(id, Id { bytes }) }
+    unsafe { give(id, made) }
 }
 
 #[unsafe(no_mangle)]
@@ -140,35 +181,19 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
     if rank >= n {
         return wrong(&format!("rank {rank} of {n}"));
     }
-    if !id
-        .bytes
-        .starts_with(format!("{PREFIX}{} ", std::process::id()).as_bytes())
-    {
-        return wrong("the emulated NCCL joins the ranks of one process only");
-    }
+    let Some(found) = id.found() else {
+        return wrong("an identifier that no emulated NCCL has made");
+    };
     let Some(driver) = driver() else {
         return said(UNHANDLED_CUDA_ERROR, "there is no emulated driver");
     };
-    let device = (driver.device)() as usize;
-    let clique = {
-        let mut gathering = lock(&GATHERING);
-        let clique = gathering.entry(id.bytes).or_insert_with(|| Clique::new(n));
-        let clique = Arc::clone(clique);
-        if clique.n != n {
-            return wrong(&format!(
-                "a communicator of {n} ranks, to others of {}",
-                clique.n
-            ));
-        }
-        if let Err(what) = clique.join(rank, device) {
-            return wrong(&what);
-        }
-        if clique.is_complete() {
-            gathering.remove(&id.bytes);
-        }
-        clique
+    let device = Gpu::new((driver.device)() as usize);
+    let clique = match Clique::join(found, (rank, n), device) {
+        Ok(clique) => clique,
+        Err(what) => return wrong(&what),
     };
     let comm = Comm {
+        id: Some(id),
         clique: Some(clique),
         ..Comm::new(Forming::Joined, rank, device)
     };
@@ -206,18 +231,17 @@ pub unsafe extern "C" fn ncclCommSplit(
         }
         let asked = (color, key, parent.device);
         let at = (parent.rank, parent.n_splits);
-        let split = clique.split(at, asked).map_err(|what| wrong(&what))?;
+        clique.split(at, asked).map_err(|what| wrong(&what))?;
         parent.n_splits += 1;
-        let taken = Arc::clone(&split);
         parent.polls = drawn(3);
-        let forming = Forming::Split(split, parent.rank);
+        let forming = Forming::Split(clique, at.1, parent.rank);
         let comm = Comm::new(forming, parent.rank, parent.device);
         let made = match color {
             NO_COLOR => std::ptr::null_mut(),
             _ => Box::into_raw(Box::new(comm)),
         };
         // As NCCL does it, the part is written when it has been made.
-        parent.splitting = Some((taken, to, made));
+        parent.splitting = Some((at.1, to, made));
         Ok(IN_PROGRESS)
     };
     split().unwrap_or_else(|status| status)
@@ -319,6 +343,7 @@ fn launch(parts: Vec<Grouped>) -> Status {
         let task = Task {
             parts,
             clique,
+            rank: comm.rank,
             is_aborted: Arc::clone(&comm.is_aborted),
             is_over: AtomicBool::new(false),
         };

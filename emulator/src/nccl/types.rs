@@ -1,10 +1,11 @@
 //! NCCL's element types and reductions: their numbers, names and arithmetic.
 
 use half::{bf16, f16};
+use serde::{Deserialize, Serialize};
 use std::ffi::c_int;
 
 /// An element type, an `ncclDataType_t`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Type {
     U8,
     I32,
@@ -16,7 +17,7 @@ pub enum Type {
 }
 
 /// A reduction, an `ncclRedOp_t`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reduction {
     Sum,
     Max,

@@ -50,12 +50,6 @@ pub(super) fn chosen(
     match args.fabric {
         Some(FabricArg::Host) => Ok(by_host()),
         Some(FabricArg::Nccl) => Ok(by_nccl(found()?)),
-        None if processes > 1 => {
-            crate::say(format_args!(
-                "note: ranks meet by {HOST}, as NCCL between processes was never tried; --fabric nccl does"
-            ));
-            Ok(by_host())
-        }
         None => found().map(by_nccl).or_else(|problem| {
             let help = match shares && nccl::found().is_ok() {
                 true => format!("; {}=1 in the environment lets NCCL 2.30 try", nccl::SHARED),
