@@ -978,12 +978,20 @@ pub struct ConvertArgs {
     /// torch.distributed.checkpoint.
     #[arg(long, value_name = "FORM", default_value = "transformers")]
     pub to: FormArg,
-    /// The model that was trained, for transformers: its config.json or the folder of that, or the
+    /// The model that was trained, for names of transformers: its config.json or the folder of that, or the
     /// name of one that is built in.
     #[arg(long, value_name = "MODEL")]
     pub config: Option<PathBuf>,
+    /// Begin the names of tensors so, for torch.distributed.checkpoint: `model.`.
+    #[arg(
+        long,
+        value_name = "TEXT",
+        default_value = "",
+        hide_default_value = true
+    )]
+    pub prefix: String,
     /// The plan to go on under, of PyTorch's checkpoint: its states are the tensors that are read.
-    #[arg(long, value_name = "PLAN", conflicts_with_all = ["config", "to", "force"])]
+    #[arg(long, value_name = "PLAN", conflicts_with_all = ["config", "to", "force", "prefix"])]
     pub plan: Option<PathBuf>,
     /// The steps done, of PyTorch's checkpoint, where its tensor `meshwright.step` does not say it.
     #[arg(long, value_name = "N", requires = "plan")]

@@ -91,6 +91,51 @@ fn a_checkpoint_goes_to_pytorch_s_form_and_back() {
     );
 }
 
+#[test]
+fn weights_go_to_pytorch_s_form_as_transformers_call_them_and_back() {
+    let place = trained();
+    let convert = |args: &[&str]| place.run(&[&["checkpoint", "convert"], args].concat());
+    let config = ["--config", "config.json"];
+    let to = ["state", "--to", "dcp", "--prefix", "model.", "-o", "there"];
+    let done = convert(&[&to[..], &config].concat()).expect(0);
+    assert!(done.out.contains("transformers' names"), "{}", done.out);
+    let names = String::from_utf8_lossy(&place.read("there/.metadata")).into_owned();
+    for name in [
+        "model.transformer.wte.weight",
+        "model.transformer.h.1.attn.c_attn.weight",
+    ] {
+        assert!(names.contains(name), "{names}");
+    }
+    assert!(!names.contains("moment"), "{names}");
+    convert(&[&["there", "-o", "again"], &config[..]].concat()).expect(0);
+    convert(&[&["state", "-o", "straight"], &config[..]].concat()).expect(0);
+    // Headers may be written otherwise.
+    let values = |folder: &str| {
+        let file = place.read(&format!("{folder}/model.safetensors"));
+        let header = u64::from_le_bytes(*file.first_chunk().unwrap()) as usize;
+        file[8 + header..].to_vec()
+    };
+    assert_eq!(values("again"), values("straight"));
+    let run = [&RUN[..], &["1", "--weights", "again"]].concat();
+    place.run(&run).expect(0);
+    // Nothing is left beside, and the weights of another form are no states.
+    assert!(place.names().iter().all(|n| !n.starts_with(".meshwright")));
+    convert(&["there", "--plan", "plan.json", "-o", "x"])
+        .expect(3)
+        .says(&["it has no tensor"]);
+    convert(&[
+        "state",
+        "--prefix",
+        "model.",
+        "--config",
+        "config.json",
+        "-o",
+        "x",
+    ])
+    .expect(2)
+    .says(&["--prefix", "--to dcp"]);
+}
+
 /// PyTorch reads what is written here, and what it writes is read, to the bit.
 #[test]
 fn pytorch_reads_and_writes_the_same() {

@@ -6,6 +6,7 @@ use crate::args::{CheckpointVerb, ConvertArgs, FormArg, LookArgs};
 use crate::failure::{CHECKPOINTS_ARE, Exit, Failure};
 use crate::{files, model, outputs, report};
 use comfy_table::Table;
+use import::ModelConfig;
 use ir::{Bytes, DType, counted};
 use runtime::RuntimeError;
 use runtime::checkpoint::{self, Checkpoint, Summary};
@@ -229,7 +230,10 @@ fn verify(args: &LookArgs) -> Result<(), Failure> {
 
 fn convert(args: &ConvertArgs) -> Result<(), Failure> {
     if checkpoint::dcp::Source::is_at(&args.path) {
-        return dcp::import(args);
+        return match args.config {
+            None => dcp::import(args),
+            Some(_) => dcp::weights(args),
+        };
     }
     if let Some(plan) = &args.plan {
         let what = format!(
@@ -241,6 +245,14 @@ fn convert(args: &ConvertArgs) -> Result<(), Failure> {
         return Err(Failure::new(Exit::Usage, what).help(help));
     }
     all(&args.path)?;
+    if args.to == FormArg::Transformers && !args.prefix.is_empty() {
+        let what = format!(
+            "--prefix {}: transformers' names are as they are",
+            args.prefix
+        );
+        let help = "leave it out, or write PyTorch's form with --to dcp";
+        return Err(Failure::new(Exit::Usage, what).help(help));
+    }
     match args.to {
         FormArg::Dcp => dcp::export(args),
         FormArg::Transformers => weights(args),
@@ -263,36 +275,9 @@ fn weights(args: &ConvertArgs) -> Result<(), Failure> {
         let help = "give --config with the config.json that the plan was compiled from, or --to dcp for PyTorch's form, which needs none";
         return Err(Failure::new(Exit::Usage, what).help(help));
     };
-    let config = model::load_config(model)?;
-    let from = newest(&args.path)?;
-    if let Some(origin) = from.origin() {
-        let graph = ir::text::parse(&origin.model).map_err(|e| {
-            let what = format!("{}: its model: {e}", from.path().display());
-            Failure::new(Exit::BadInput, what)
-        })?;
-        let difference = config.difference(&graph, origin.sequence)?;
-        if let Some(d) = difference {
-            let what = format!(
-                "{}: {d} is {} here, {} in the checkpoint",
-                model.display(),
-                d.first,
-                d.second
-            );
-            let help = "give the config.json that the plan was compiled from";
-            return Err(Failure::new(Exit::BadInput, what).help(help));
-        }
-    }
-    let folder = &args.output;
-    outputs::check_folder(folder)?;
-    let (weights, copy) = (folder.join("model.safetensors"), folder.join("config.json"));
-    let config_file = model::file(model)?;
-    let mut inputs = vec![from.path()];
-    inputs.extend(config_file.as_deref());
-    outputs::check_regular(&[&weights, &copy], &inputs)?;
-    let there = [&weights, &copy].into_iter().find(|file| file.exists());
-    if let Some(file) = there.filter(|_| !args.force) {
-        return Err(outputs::kept(file));
-    }
+    let (config, from) = (model::load_config(model)?, newest(&args.path)?);
+    is_of(&from, &config, model)?;
+    let [weights, copy] = weights_in(args, model, from.path())?;
     let supply = |name: &str| values(&from, name);
     outputs::write_with(&weights, |out| {
         Ok(import::export(&weights, out, &config, supply)?)
@@ -310,9 +295,47 @@ fn weights(args: &ConvertArgs) -> Result<(), Failure> {
         "{} after {}: the weights are in {}, as Hugging Face's transformers load them.",
         from.path().display(),
         counted(from.step(), "step"),
-        folder.display()
+        args.output.display()
     ))?;
     report::out("Optimizer states are not in that form; they stay in the checkpoint.")
+}
+
+/// Fails where a checkpoint is of another model.
+fn is_of(from: &Checkpoint, config: &ModelConfig, model: &Path) -> Result<(), Failure> {
+    if let Some(origin) = from.origin() {
+        let graph = ir::text::parse(&origin.model).map_err(|e| {
+            let what = format!("{}: its model: {e}", from.path().display());
+            Failure::new(Exit::BadInput, what)
+        })?;
+        let difference = config.difference(&graph, origin.sequence)?;
+        if let Some(d) = difference {
+            let what = format!(
+                "{}: {d} is {} here, {} in the checkpoint",
+                model.display(),
+                d.first,
+                d.second
+            );
+            let help = "give the config.json that the plan was compiled from";
+            return Err(Failure::new(Exit::BadInput, what).help(help));
+        }
+    }
+    Ok(())
+}
+
+/// The files that get the weights and the configuration. Fails where there is one already that may not go.
+fn weights_in(args: &ConvertArgs, model: &Path, from: &Path) -> Result<[PathBuf; 2], Failure> {
+    let folder = &args.output;
+    outputs::check_folder(folder)?;
+    let (weights, copy) = (folder.join("model.safetensors"), folder.join("config.json"));
+    let config_file = model::file(model)?;
+    let mut inputs = vec![from];
+    inputs.extend(config_file.as_deref());
+    outputs::check_regular(&[&weights, &copy], &inputs)?;
+    let there = [&weights, &copy].into_iter().find(|file| file.exists());
+    match there.filter(|_| !args.force) {
+        Some(file) => Err(outputs::kept(file)),
+        None => Ok([weights, copy]),
+    }
 }
 
 /// The full values of a parameter.

@@ -364,6 +364,16 @@ impl Checkpoint {
                 "its metadata have no `step`: not a checkpoint of a training state".into(),
             )
         })?;
+        Self::of_header(path, header, step)
+    }
+
+    /// The tensors of a safetensors file, all f32, after so many steps: under their own names, whatever
+    /// these are. To write them in another form.
+    pub fn of_weights(path: &Path, step: u64) -> Result<Self, RuntimeError> {
+        Self::of_header(path, shard::Header::read(path)?, step)
+    }
+
+    fn of_header(path: &Path, header: shard::Header, step: u64) -> Result<Self, RuntimeError> {
         let whole = |(name, lens, at): (String, Vec<u64>, u64)| {
             let pieces = vec![Piece::whole(path.to_path_buf(), at, &lens)];
             (name, Stored { lens, pieces })

@@ -391,7 +391,7 @@ fn dcp() -> [Vec<u8>; 2] {
     );
     std::fs::write(&state, checkpoints().remove(0)).expect("a temporary file");
     let from = runtime::checkpoint::find(&state).expect("a good checkpoint");
-    runtime::checkpoint::dcp::export(&from.checkpoint, &made).expect("a temporary folder");
+    runtime::checkpoint::dcp::export(&from.checkpoint, "", &made).expect("a temporary folder");
     [".metadata", "__0_0.distcp"].map(|name| std::fs::read(made.join(name)).expect("a file"))
 }
 

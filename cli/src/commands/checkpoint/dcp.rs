@@ -1,16 +1,17 @@
 //! Checkpoints as `torch.distributed.checkpoint` writes and loads them.
 
-use super::newest;
-use crate::args::ConvertArgs;
+use super::{is_of, newest, values};
+use crate::args::{ConvertArgs, FormArg};
 use crate::failure::{Exit, Failure};
-use crate::{outputs, plan_file, report};
+use crate::{model, outputs, plan_file, report};
 use ir::counted;
 use runtime::RuntimeError;
-use runtime::checkpoint::Origin;
 use runtime::checkpoint::dcp::{self, STEP, Source};
+use runtime::checkpoint::{Checkpoint, Origin};
 use runtime::files;
 use serde_json::json;
 use std::collections::BTreeMap;
+use std::path::Path;
 
 /// Longest list of tensors that is shown whole.
 const SHOWN: usize = 5;
@@ -24,12 +25,6 @@ pub fn export(args: &ConvertArgs) -> Result<(), Failure> {
             "name a folder to make: a checkpoint is not put among other files, nor in place of one";
         Err(Failure::new(Exit::Usage, what).help(help))
     };
-    if let Some(config) = &args.config {
-        return usage(format!(
-            "--config {}: PyTorch's form has the states under their own names, whatever the model",
-            config.display()
-        ));
-    }
     if args.force {
         return usage("--force: nothing is replaced by a checkpoint of PyTorch".into());
     }
@@ -39,8 +34,13 @@ pub fn export(args: &ConvertArgs) -> Result<(), Failure> {
         _ => outputs::check_folder(files::parent(folder))?,
     }
     let from = newest(&args.path)?;
-    dcp::export(&from, folder)?;
-    let n_states = from.states().count() as u64;
+    let n_states = match &args.config {
+        None => {
+            dcp::export(&from, &args.prefix, folder)?;
+            from.states().count() as u64
+        }
+        Some(model) => as_transformers_call_them(args, &from, model)?,
+    };
     if args.json {
         return report::print_json(&json!({
             "from": from.path(),
@@ -50,11 +50,147 @@ pub fn export(args: &ConvertArgs) -> Result<(), Failure> {
         }));
     }
     report::out(&format!(
-        "{} after {}: its {} are in {shown}, as torch.distributed.checkpoint loads them, in f32 and under their own names; `{STEP}` has the number of steps.",
+        "{} after {}: its {} are in {shown}, as torch.distributed.checkpoint loads them, in f32 and under {} names; `{STEP}` has the number of steps.",
         from.path().display(),
         counted(from.step(), "step"),
-        counted(n_states, "state")
+        match args.config {
+            Some(_) => counted(n_states, "weight"),
+            None => counted(n_states, "state"),
+        },
+        match args.config {
+            Some(_) => "transformers'",
+            None => "their own",
+        }
     ))
+}
+
+/// Writes the weights of a model as transformers call and lay them. How many there are.
+fn as_transformers_call_them(
+    args: &ConvertArgs,
+    from: &Checkpoint,
+    model: &Path,
+) -> Result<u64, Failure> {
+    let config = model::load_config(model)?;
+    is_of(from, &config, model)?;
+    let folder = between(&args.output)?;
+    let file = folder.path().join("model.safetensors");
+    outputs::write_with(&file, |out| {
+        Ok(import::export(&file, out, &config, |name: &str| {
+            values(from, name)
+        })?)
+    })?;
+    let weights = Checkpoint::of_weights(&file, from.step())?;
+    dcp::export(&weights, &args.prefix, &args.output)?;
+    Ok(weights.states().count() as u64)
+}
+
+/// A folder beside the output, for what is made on the way to it.
+fn between(output: &Path) -> Result<tempfile::TempDir, Failure> {
+    let beside = files::parent(output);
+    let made = tempfile::Builder::new()
+        .prefix(".meshwright-")
+        .tempdir_in(beside);
+    made.map_err(|e| Failure::new(Exit::RunFailed, format!("{}: {e}", beside.display())))
+}
+
+/// Writes the weights of a checkpoint of PyTorch, which are called as transformers call them, as
+/// transformers load them.
+pub fn weights(args: &ConvertArgs) -> Result<(), Failure> {
+    let shown = args.path.display();
+    let Some(model) = args
+        .config
+        .as_ref()
+        .filter(|_| args.to == FormArg::Transformers)
+    else {
+        let what = format!("{shown} is a checkpoint of PyTorch already");
+        return Err(Failure::new(Exit::Usage, what).help("leave --to out"));
+    };
+    let config = model::load_config(model)?;
+    let source = Source::open(&args.path).map_err(unread)?;
+    let params = config.params();
+    let wanted: BTreeMap<String, Vec<u64>> = params
+        .iter()
+        .flat_map(|p| {
+            p.hf_names()
+                .into_iter()
+                .map(|name| (name, p.hf_shape.clone()))
+        })
+        .collect();
+    let [weights, copy] = super::weights_in(args, model, &args.path)?;
+    let step = source.step().map_err(unread)?.unwrap_or(0);
+    let origin = Origin {
+        plan_hash: String::new(),
+        model: String::new(),
+        step,
+        seed: 0,
+        next_sample: 0,
+        global_batch: 0,
+        sequence: 0,
+        data: None,
+    };
+    let folder = between(&weights)?;
+    let imported = source
+        .import(&wanted, origin, folder.path())
+        .map_err(unread)?;
+    let found = newest(&imported.path)?;
+    outputs::write_with(&weights, |out| {
+        let failed = |e: std::io::Error| {
+            Failure::new(Exit::RunFailed, format!("{}: {e}", weights.display()))
+        };
+        out.write_all(&header(&wanted)).map_err(failed)?;
+        for name in wanted.keys() {
+            let values = values(&found, name)?;
+            let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+            out.write_all(&bytes).map_err(failed)?;
+        }
+        Ok(())
+    })?;
+    let (_, text) = model::config_text(model)?;
+    outputs::write_atomic(&copy, text.as_bytes())?;
+    if args.json {
+        return report::print_json(&json!({
+            "from": args.path,
+            "step": step,
+            "written": [weights, copy],
+            "left_out": imported.left_out,
+        }));
+    }
+    report::out(&format!(
+        "{shown}: its {} are in {}, as Hugging Face's transformers load them; a run begins with them by --weights {}.",
+        counted(wanted.len() as u64, "weight"),
+        args.output.display(),
+        args.output.display()
+    ))?;
+    say_left_out(&imported.left_out, "the model has no such weights")
+}
+
+/// The header of a safetensors file of f32 tensors, which follow in the order of their names.
+fn header(tensors: &BTreeMap<String, Vec<u64>>) -> Vec<u8> {
+    let mut entries = serde_json::Map::new();
+    entries.insert("__metadata__".into(), json!({ "format": "pt" }));
+    let mut at = 0;
+    for (name, shape) in tensors {
+        let end = at + 4 * shape.iter().product::<u64>();
+        let entry = json!({ "dtype": "F32", "shape": shape, "data_offsets": [at, end] });
+        entries.insert(name.clone(), entry);
+        at = end;
+    }
+    let mut text = serde_json::Value::Object(entries).to_string().into_bytes();
+    text.resize(text.len().next_multiple_of(8), b' ');
+    [&(text.len() as u64).to_le_bytes()[..], &text].concat()
+}
+
+/// Says which tensors of another checkpoint were not taken, and why.
+fn say_left_out(left: &[String], why: &str) -> Result<(), Failure> {
+    if left.is_empty() {
+        return Ok(());
+    }
+    let first: Vec<&str> = left.iter().take(SHOWN).map(String::as_str).collect();
+    let more = match left.len() > SHOWN {
+        true => format!(" and {} more", left.len() - SHOWN),
+        false => String::new(),
+    };
+    report::out(&format!("Left out, as {why}: {}{more}.", first.join(", ")))
 }
 
 /// The failure of a checkpoint of PyTorch that cannot be taken.
@@ -132,17 +268,5 @@ pub fn import(args: &ConvertArgs) -> Result<(), Failure> {
         plan.display(),
         args.output.display()
     ))?;
-    let left = &imported.left_out;
-    if left.is_empty() {
-        return Ok(());
-    }
-    let first: Vec<&str> = left.iter().take(SHOWN).map(String::as_str).collect();
-    let more = match left.len() > SHOWN {
-        true => format!(" and {} more", left.len() - SHOWN),
-        false => String::new(),
-    };
-    report::out(&format!(
-        "Left out, as the plan has no such states: {}{more}.",
-        first.join(", ")
-    ))
+    say_left_out(&imported.left_out, "the plan has no such states")
 }

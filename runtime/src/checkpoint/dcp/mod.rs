@@ -39,10 +39,10 @@ const AT_ONCE: usize = 1 << 20;
 const LONGEST: u64 = 1 << 28;
 
 /// Writes the states of a checkpoint as PyTorch's in `folder`, which appears whole or not at all and
-/// must not be there, or be empty.
+/// must not be there, or be empty. Their names, but for that of [`STEP`], begin with `prefix`.
 ///
 /// Fails when a file cannot be read or written.
-pub fn export(from: &Checkpoint, folder: &Path) -> Result<(), RuntimeError> {
+pub fn export(from: &Checkpoint, prefix: &str, folder: &Path) -> Result<(), RuntimeError> {
     let error = |e: io::Error| problem(folder, format!("cannot write: {e}"));
     let unfinished = Unfinished::folder(files::parent(folder)).map_err(error)?;
     let mut by_file: BTreeMap<&Path, Vec<(&str, &shard::Piece)>> = BTreeMap::new();
@@ -86,7 +86,12 @@ pub fn export(from: &Checkpoint, folder: &Path) -> Result<(), RuntimeError> {
             // Who is at fault is named: the file that is read, or where it is copied to.
             let bytes = bytes.map_err(|e| if is_source { unread(e) } else { error(e) });
             let chunk = chunk(&start, &shape, at, bytes?);
-            add(path, F32.0, &from.states[path].lens, chunk);
+            add(
+                &format!("{prefix}{path}"),
+                F32.0,
+                &from.states[path].lens,
+                chunk,
+            );
         }
         if i == 0 {
             let at = out.stream_position().map_err(error)?;

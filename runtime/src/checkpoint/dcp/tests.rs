@@ -66,9 +66,9 @@ fn states_are_the_same_to_the_bit_there_and_back() {
     let (state, there) = (dir.path().join("state"), dir.path().join("there"));
     std::fs::create_dir(&state).unwrap();
     let from = checkpoint(&state);
-    export(&from, &there).unwrap();
+    export(&from, "", &there).unwrap();
     // What is there is not replaced.
-    assert!(export(&from, &there).is_err());
+    assert!(export(&from, "", &there).is_err());
     let source = Source::open(&there).unwrap();
     assert_eq!(source.step().unwrap(), Some(30));
     let imported = source.import(&wanted(&from), origin(30), &state).unwrap();
@@ -94,7 +94,7 @@ fn names_behind_a_prefix_are_found() {
     let (state, there) = (dir.path().join("state"), dir.path().join("there"));
     std::fs::create_dir(&state).unwrap();
     let from = checkpoint(&state);
-    export(&from, &there).unwrap();
+    export(&from, "", &there).unwrap();
     let mut source = Source::open(&there).unwrap();
     let tensors = std::mem::take(&mut source.metadata.tensors);
     let renamed = |(name, tensor): (String, Tensor)| match name == STEP {
@@ -150,7 +150,7 @@ fn what_is_not_as_the_plan_has_it_is_named() {
     let (state, there) = (dir.path().join("state"), dir.path().join("there"));
     std::fs::create_dir(&state).unwrap();
     let from = checkpoint(&state);
-    export(&from, &there).unwrap();
+    export(&from, "", &there).unwrap();
     let refuse = |change: &dyn Fn(&mut Lens), words: &str| {
         let mut states = wanted(&from);
         change(&mut states);
@@ -176,7 +176,7 @@ fn files_that_are_damaged_are_named() {
     let (state, there) = (dir.path().join("state"), dir.path().join("there"));
     std::fs::create_dir(&state).unwrap();
     let from = checkpoint(&state);
-    export(&from, &there).unwrap();
+    export(&from, "", &there).unwrap();
     let file = there.join("__1_0.distcp");
     let whole = std::fs::read(&file).unwrap();
     let import = || {
