@@ -413,74 +413,6 @@ fn hosts_meet_at_an_address_with_a_secret() {
     assert_eq!(steps(&run_json(&place, "run.json")).len(), 2);
 }
 
-/// Four hosts: network namespaces with an address each, joined by a bridge.
-const HOSTS: &str = r#"
-set -eu
-mount -t tmpfs tmpfs /run
-mkdir -p /run/netns
-ip link add br0 type bridge
-ip link set br0 up
-for i in 0 1 2 3; do
-    ip netns add h$i
-    ip link add v$i type veth peer name e0 netns h$i
-    ip link set v$i master br0
-    ip link set v$i up
-    ip -n h$i addr add 10.9.0.$((i + 1))/24 dev e0
-    ip -n h$i link set e0 up
-    ip -n h$i link set lo up
-done
-[ "$#" = 0 ] && exit
-pids=
-for i in 0 1 2 3; do
-    RANK=$i WORLD_SIZE=4 LOCAL_WORLD_SIZE=1 MASTER_ADDR=10.9.0.1 MASTER_PORT=29500 \
-        ip netns exec h$i "$@" &
-    pids="$pids $!"
-done
-for pid in $pids; do wait $pid; done
-"#;
-
-#[test]
-fn hosts_with_addresses_of_their_own_train_as_one() {
-    let place = Place::with_plan();
-    let apart = |args: &[&str]| {
-        let shell = ["-Urmn", "bash", "-c", HOSTS, "hosts"];
-        let mut command = Command::new("unshare");
-        command.args([&shell[..], args].concat());
-        command.current_dir(place.path(".")).output()
-    };
-    match apart(&[]) {
-        Ok(output) if output.status.success() => {}
-        other => {
-            println!("skipped: this machine gives no network namespaces: {other:?}");
-            return;
-        }
-    }
-    let run = [&RUN[..], &["--steps", "4"]].concat();
-    place
-        .run(&[&run[..], &["-o", "alone.json"]].concat())
-        .expect(0);
-    place.write("token", "8f".repeat(32));
-    let chmod = ["600", "token"];
-    let private = Command::new("chmod")
-        .args(chmod)
-        .current_dir(place.path("."))
-        .status();
-    assert!(private.unwrap().success());
-    let binary = [env!("CARGO_BIN_EXE_meshwright")];
-    let network = [
-        "-o",
-        "apart.json",
-        "--bind",
-        "10.9.0.1",
-        "--token-file",
-        "token",
-    ];
-    let output = apart(&[&binary[..], &run, &network].concat()).unwrap();
-    assert!(output.status.success(), "{}", said(&output));
-    let [alone, apart] = ["alone.json", "apart.json"].map(|name| run_json(&place, name));
-    assert_eq!(steps(&alone), steps(&apart));
-}
-
 #[test]
 fn a_killed_process_is_named_and_nobody_is_left() {
     let place = Place::with_plan();
@@ -513,6 +445,37 @@ fn a_killed_process_is_named_and_nobody_is_left() {
     child.kill().unwrap();
     child.wait().unwrap();
     wait_for_none(&place, "first.json");
+}
+
+/// A process of ranks whose GPUs meet by NCCL: the others' streams wait for it, and are let go.
+#[test]
+fn a_killed_process_of_gpus_is_named_and_nobody_is_left() {
+    let Some(folder) = emulator::harness::libraries() else {
+        assert!(
+            std::env::var_os("CI").is_none(),
+            "the emulator is not built"
+        );
+        eprintln!("skipped: the emulator is not built");
+        return;
+    };
+    let place = Place::with_plan();
+    let args = ["--steps", "100000000", "--processes", "-o", "gpus.json"];
+    let gpus = ["--backend", "cuda", "--record", "records"];
+    let child = command(&place, &[&RUN[..], &args, &gpus].concat())
+        .env("LD_LIBRARY_PATH", folder)
+        .env("MESHWRIGHT_EMULATOR_GPUS", "4")
+        .spawn()
+        .unwrap();
+    let victim = process_of(&place, 2).to_string();
+    let killed = Command::new("kill").args(["-9", &victim]).status();
+    assert!(killed.unwrap().success());
+    let killed = Instant::now();
+    let output = child.wait_with_output().unwrap();
+    let words = said(&output);
+    assert!(killed.elapsed() < Duration::from_secs(10), "{words}");
+    assert_eq!(output.status.code(), Some(6), "{words}");
+    assert!(words.contains(&format!("(pid {victim} on ")), "{words}");
+    wait_for_none(&place, "gpus.json");
 }
 
 #[test]
@@ -782,6 +745,59 @@ fn no_step_is_lost_where_replicas_have_the_states() {
     };
     let rescued = format!("state/{}", names[0]);
     assert_eq!(one_step(&rescued, "a"), one_step("whole", "b"));
+}
+
+/// The disk takes what replicas write and keeps other bits, as it does with the checkpoint before: neither
+/// is gone on from, but the newest one that is whole.
+#[test]
+fn a_rescued_state_that_the_disk_spoils_is_not_gone_on_from() {
+    let place = Place::new();
+    let library = support::faults(&place);
+    let compile = ["compile", "config.json", "--cluster", "cpu-default"];
+    let pins = ["--ranks", "2", "--global-batch", "2", "--pin", "data=2"];
+    let zero = ["--pin", "zero=0"];
+    place.run(&[&compile[..], &pins, &zero].concat()).expect(0);
+    let more = ["--steps", "800", "--processes", "--elastic", "-o", "e.json"];
+    let state = ["--checkpoint", "state", "--checkpoint-every", "20"];
+    let kept = ["--checkpoints-kept", "100", "--record", "records"];
+    let lies = place.path("lies");
+    let child = command(&place, &[&RUN[..], &more, &state, &kept].concat())
+        .env("LD_PRELOAD", library)
+        .env("FAULT_IN", "state")
+        .env("FAULT_WHILE", &lies)
+        .spawn()
+        .unwrap();
+    let victim = process_of(&place, 1).to_string();
+    let since = Instant::now();
+    let wait_for = |n: usize| loop {
+        let whole = |name: &String| name.contains("-step-");
+        let all = std::fs::read_dir(place.path("state")).map(|d| d.flatten());
+        let names = all.into_iter().flatten().map(|e| e.file_name());
+        let names = names.filter_map(|n| n.into_string().ok());
+        let found: Vec<String> = names.filter(whole).collect();
+        if found.len() >= n {
+            break found.len();
+        }
+        assert!(since.elapsed() < Duration::from_secs(60), "no checkpoint");
+        std::thread::sleep(Duration::from_millis(2));
+    };
+    let n = wait_for(1);
+    std::fs::write(&lies, "").unwrap();
+    // The one that was on its way may be whole.
+    wait_for(n + 2);
+    let killed = Command::new("kill").args(["-9", &victim]).status();
+    assert!(killed.unwrap().success());
+    let output = child.wait_with_output().unwrap();
+    let words = said(&output);
+    assert_eq!(output.status.code(), Some(0), "{words}");
+    let not = "The ranks that are left do not have all states in memory, as ";
+    assert!(words.contains(not), "{words}");
+    let whole = "The newest checkpoint that is whole is ";
+    let (_, path) = words.split_once(whole).expect(&words);
+    let path = path.split(". ").next().unwrap();
+    place.run(&["checkpoint", "verify", path]).expect(0);
+    assert_eq!(steps(&run_json(&place, "e.json")).last().unwrap()[0], "799");
+    wait_for_none(&place, "e.json");
 }
 
 /// With ZeRO each rank has moments that no other one has: the run goes on from its checkpoint, and says

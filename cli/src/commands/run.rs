@@ -96,7 +96,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     let mut so_far = SoFar {
         first,
         done: first,
-        newest: None,
+        written: Vec::new(),
         rescued: None,
     };
     let trained = train_all(
@@ -857,7 +857,7 @@ fn train_all(
             let words = format!("step {step}: {} has the training state", path.display());
             watch.line(format_args!("{words}"));
             bar.println(words);
-            so_far.newest = Some((path, step));
+            so_far.written.push((path, step));
         }
         Progress::Rescued(found) => so_far.rescued = Some(found),
         Progress::Straggler { step, finding } => bar.suspend(|| {

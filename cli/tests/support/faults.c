@@ -1,7 +1,8 @@
 /* A library to preload: it counts what a process does to files whose path contains $FAULT_IN, and has
  * the $FAULT_AT-th such operation go wrong. Without $FAULT_ERRNO the process is killed there, in the
  * middle of a write, or ends with exit code $FAULT_EXIT; with it this operation and all later ones fail
- * with that error. Every operation adds a letter to $FAULT_LOG. With $FAULT_DELAY a sync takes so many
+ * with that error. While there is a file $FAULT_WHILE what is written has a bit turned, and nobody is
+ * told, as on a disk that lies. Every operation adds a letter to $FAULT_LOG. With $FAULT_DELAY a sync takes so many
  * milliseconds more. */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -72,6 +73,14 @@ ssize_t write(int fd, const void *bytes, size_t n) {
         }
         errno = atoi(error);
         return -1;
+    }
+    const char *lies = getenv("FAULT_WHILE");
+    if (lies && n && concerns_fd(fd) && syscall(SYS_faccessat, AT_FDCWD, lies, F_OK) == 0) {
+        char spoilt[4096];
+        if (n > sizeof spoilt) n = sizeof spoilt;
+        memcpy(spoilt, bytes, n);
+        spoilt[n - 1] ^= 4;
+        return syscall(SYS_write, fd, spoilt, n);
     }
     return syscall(SYS_write, fd, bytes, n);
 }

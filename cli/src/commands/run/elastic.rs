@@ -87,9 +87,9 @@ pub struct SoFar {
     pub first: u64,
     /// The steps that are known to be done, by this part and those before it.
     pub done: u64,
-    /// The newest checkpoint that it wrote, with its step: another run's in the same folder is not
-    /// what goes on.
-    pub newest: Option<(PathBuf, u64)>,
+    /// The checkpoints that it wrote, with their steps, newest last: another run's in the same folder is
+    /// not what goes on.
+    pub written: Vec<(PathBuf, u64)>,
     /// The checkpoint of what the ranks that are left had in memory, or why there is none.
     pub rescued: Option<Result<Rescued, String>>,
 }
@@ -109,6 +109,7 @@ impl SoFar {
             None => String::new(),
         };
         let not = format!("The ranks that are left do not have all states in memory{reason}");
+        let (newest, damaged) = newest_whole(self.written);
         let began = self.first;
         let lost = |step: u64| match self.done.saturating_sub(step) {
             0 => String::new(),
@@ -121,10 +122,10 @@ impl SoFar {
                 self.done
             ),
         };
-        match (self.newest, &args.resume) {
+        match (newest, &args.resume) {
             (Some((path, step)), _) => {
                 let words = format!(
-                    "{not}. The newest checkpoint is {}.{}",
+                    "{not}. The newest checkpoint {damaged}is {}.{}",
                     path.display(),
                     lost(step)
                 );
@@ -147,6 +148,21 @@ impl SoFar {
             }
         }
     }
+}
+
+/// The newest of these checkpoints that is whole, and words about those that are not.
+fn newest_whole(mut written: Vec<(PathBuf, u64)>) -> (Option<(PathBuf, u64)>, &'static str) {
+    let mut damaged = "";
+    while let Some((path, _)) = written.last() {
+        match runtime::checkpoint::verify(path) {
+            Ok(_) => break,
+            // Older ones have gone, as newer ones came.
+            Err(_) if !path.exists() => {}
+            Err(_) => damaged = "that is whole ",
+        }
+        written.pop();
+    }
+    (written.pop(), damaged)
 }
 
 /// Plans for what is left and goes on, which does not come back.
