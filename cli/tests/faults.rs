@@ -277,6 +277,41 @@ fn full_and_read_only_file_systems_end_no_run() {
     assert!(out.contains(": whole, step "), "{out}{err}");
 }
 
+/// Runs that go on from the folder of one that goes on, and write to it too.
+#[test]
+fn runs_share_a_folder_of_checkpoints() {
+    let place = two_ranks();
+    let state = ["--checkpoint", "state", "--checkpoints-kept", "100000"];
+    let first = ["--steps", "100000000", "-o", "a.json"];
+    let every = ["--checkpoint-every", "20"];
+    let mut child = Command::new(env!("CARGO_BIN_EXE_meshwright"))
+        .args([&RUN[..], &first, &state, &every].concat())
+        .current_dir(place.path("."))
+        .stderr(std::process::Stdio::null())
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    let began = std::time::Instant::now();
+    let is_there = || std::fs::read_dir(place.path("state")).is_ok_and(|d| d.count() > 1);
+    while !is_there() {
+        assert!(began.elapsed().as_secs() < 60, "no checkpoint");
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    for _ in 0..3 {
+        let second = ["--steps", "1", "--resume", "state", "-o", "b.json"];
+        run(&place, &[&second[..], &state].concat()).expect(0);
+    }
+    assert!(child.try_wait().unwrap().is_none(), "the first goes on");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    newest_step(&place);
+    run(
+        &place,
+        &["--steps", "1", "--resume", "state", "-o", "c.json"],
+    )
+    .expect(0);
+}
+
 /// Whoever can write to the folder of checkpoints decides what a run goes on from.
 #[test]
 fn checkpoints_that_everybody_can_write_to_are_warned_of() {

@@ -1,5 +1,6 @@
-//! Faults of the link between two hosts. Between two processes stands a go-between, who hands on what
-//! each says to the other, or does so late, in pieces, in one direction alone, or with a bit turned.
+//! Hosts and the links between them. Four network namespaces stand in for hosts. Between two processes
+//! stands a go-between, who hands on what each says to the other, or does so late, slowly, in pieces, in
+//! one direction alone, or with a bit turned.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used)]
 
@@ -8,11 +9,11 @@ mod support;
 use serde_json::Value;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
-use support::{Place, faults, said};
+use support::{Place, faults, repository, said};
 
 const RUN: [&str; 4] = ["run", "plan.json", "--data", "text.txt"];
 
@@ -20,6 +21,10 @@ const RUN: [&str; 4] = ["run", "plan.json", "--data", "text.txt"];
 const WHOLE: u8 = 0;
 /// It does so after two milliseconds, in pieces of some bytes.
 const SLOW: u8 = 1;
+/// It does so as late as a link across a continent.
+const LATE: u8 = 5;
+/// It does so at a thousandth of the rate of a usual link.
+const NARROW: u8 = 6;
 /// It keeps all to itself.
 const DOWN: u8 = 2;
 /// It keeps to itself what process 1 says.
@@ -27,12 +32,20 @@ const ONE_WAY: u8 = 3;
 /// It turns one bit of what process 1 says next, and hands on all.
 const SPOILT: u8 = 4;
 
-/// A place with a plan for two ranks, and the secret of a run of two hosts.
-fn two_hosts() -> Place {
+/// It does so a little late, as a link that others use too.
+const SHARED: u8 = 7;
+/// The time by which a late link is late.
+const LATENESS: Duration = Duration::from_millis(20);
+/// Bytes that a narrow link takes in a second.
+const RATE: f64 = 1e6;
+
+/// A place with a plan for so many ranks, and the secret of a run of several hosts.
+fn hosts(ranks: &str, pins: &[&str]) -> Place {
     let place = Place::new();
     let compile = ["compile", "config.json", "--cluster", "cpu-default"];
-    let pins = ["--ranks", "2", "--global-batch", "2", "--pin", "data=2"];
-    place.run(&[&compile[..], &pins].concat()).expect(0);
+    let batch = ["--ranks", ranks, "--global-batch", "4"];
+    let pins: Vec<&str> = pins.iter().flat_map(|pin| ["--pin", pin]).collect();
+    place.run(&[&compile[..], &batch, &pins].concat()).expect(0);
     place.write("token", "8f".repeat(32));
     let chmod = Command::new("chmod")
         .arg("600")
@@ -40,6 +53,11 @@ fn two_hosts() -> Place {
         .status();
     assert!(chmod.unwrap().success());
     place
+}
+
+/// A place for two hosts with a rank each.
+fn two_hosts() -> Place {
+    hosts("2", &["data=2"])
 }
 
 /// One of the two processes, as a launcher starts it on a host of its own.
@@ -78,6 +96,18 @@ fn hand_on(from: &TcpStream, to: &TcpStream, of_first: bool, mode: &AtomicU8) {
             SLOW => {
                 std::thread::sleep(Duration::from_millis(2));
                 said.chunks(97).try_for_each(|piece| to.write_all(piece))
+            }
+            LATE => {
+                std::thread::sleep(LATENESS);
+                to.write_all(said)
+            }
+            SHARED => {
+                std::thread::sleep(LATENESS / 4);
+                to.write_all(said)
+            }
+            NARROW => {
+                std::thread::sleep(Duration::from_secs_f64(n as f64 / RATE));
+                to.write_all(said)
             }
             SPOILT if !of_first => {
                 said[n / 2] ^= 0x04;
@@ -149,11 +179,199 @@ fn a_slow_link_that_breaks_messages_up_changes_no_bit() {
     assert_eq!(steps(&place, "alone.json"), steps(&place, "apart.json"));
 }
 
-/// Returns once some steps are done.
-fn wait_for_steps(place: &Place) {
+/// The instructions in which ranks waited longest, by `compare`, and for how many seconds of a step.
+fn waits(place: &Place, run: &str) -> Vec<(String, f64)> {
+    let done = place
+        .run(&["compare", "plan.json", run, "--json"])
+        .expect(0);
+    let said = done.json();
+    let waits = said["comparison"]["waits"].as_array().unwrap().iter();
+    waits
+        .map(|w| {
+            (
+                w["what"].as_str().unwrap().into(),
+                w["waited_s"].as_f64().unwrap(),
+            )
+        })
+        .collect()
+}
+
+/// Two hosts of two tensor ranks each: gradients, their norm and the loss cross the link.
+#[test]
+fn a_late_and_a_narrow_link_show_in_what_crosses_them() {
+    let place = hosts("4", &["data=2", "tensor=2", "pipeline=1"]);
+    let through = |mode: u8| {
+        let first = free_port();
+        let (second, _) = go_between(first.clone(), mode);
+        let more = ["--steps", "4", "-o", "run.json"];
+        let started = [("0", first), ("1", second)]
+            .map(|(rank, at)| process(&place, rank, &at, &more).spawn().unwrap());
+        for child in started {
+            let output = child.wait_with_output().unwrap();
+            assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+        }
+        waits(&place, "run.json")
+    };
+    // Each of them is late, whatever its size.
+    let late = through(LATE);
+    let crosses = |what: &str| {
+        [
+            "all_reduce grad.",
+            "world_sum global_norm",
+            "all_reduce nll_sum",
+        ]
+        .iter()
+        .any(|call| what.starts_with(call))
+    };
+    assert!(
+        late[..3]
+            .iter()
+            .all(|(what, s)| crosses(what) && *s > LATENESS.as_secs_f64()),
+        "{late:?}"
+    );
+    // The most bytes take longest.
+    let narrow = through(NARROW);
+    assert!(narrow[0].0.starts_with("all_reduce grad."), "{narrow:?}");
+    assert!(narrow[0].1 > 0.01, "{narrow:?}");
+    let words = place
+        .run(&["compare", "plan.json", "run.json", "--verbose"])
+        .expect(0);
+    assert!(words.out.contains("ranks waited longest"), "{}", words.out);
+}
+
+/// Runs a script of four hosts.
+fn on_four_hosts(
+    place: &Place,
+    args: &[&str],
+    variables: &[(&str, &str)],
+) -> std::io::Result<Output> {
+    let mut command = Command::new("unshare");
+    command
+        .args(["-Urmn", "bash"])
+        .arg(repository().join("cli/tests/support/hosts.sh"))
+        .args(args)
+        .envs(variables.iter().copied())
+        .current_dir(place.path("."));
+    command.output()
+}
+
+/// A place for four hosts with two ranks each, and the steps of one process; none where there can be none.
+fn four_hosts() -> Option<(Place, Vec<String>)> {
+    let place = hosts("8", &["data=2", "pipeline=2", "tensor=2"]);
+    match on_four_hosts(&place, &[], &[]) {
+        Ok(output) if output.status.success() => {}
+        other => {
+            println!("skipped: this machine gives no network namespaces: {other:?}");
+            return None;
+        }
+    }
+    let alone = [&RUN[..], &["--steps", "4", "-o", "alone.json"]].concat();
+    place.run(&alone).expect(0);
+    let expected = steps(&place, "alone.json");
+    Some((place, expected))
+}
+
+/// Runs the plan on four hosts: tensor ranks within, pipeline and data across.
+fn run_on_four(place: &Place, more: &[&str], variables: &[(&str, &str)]) {
+    let each = ["each", env!("CARGO_BIN_EXE_meshwright")];
+    let network = ["--bind", "10.9.0.1", "--token-file", "token"];
+    let args = ["--steps", "4", "-o", "apart.json"];
+    let args = [&each[..], &RUN, &args, &network, more].concat();
+    let output = on_four_hosts(place, &args, variables).unwrap();
+    assert!(output.status.success(), "{}", said(&output));
+}
+
+#[test]
+fn hosts_with_addresses_of_their_own_train_as_one() {
+    let Some((place, alone)) = four_hosts() else {
+        return;
+    };
+    run_on_four(&place, &[], &[]);
+    assert_eq!(steps(&place, "apart.json"), alone);
+    // What one host sends takes two megabits a second: that changes no bit, and shows in what crosses
+    // from its stage to the other one.
+    let slow = [("SLOW", "3"), ("RATE", "2mbit")];
+    run_on_four(&place, &[], &slow);
+    assert_eq!(steps(&place, "apart.json"), alone);
+    let waits = waits(&place, "apart.json");
+    assert!(waits[0].0.starts_with("send  recv "), "{waits:?}");
+    assert!(waits[0].1 > 0.02, "{waits:?}");
+}
+
+/// Four hosts with two emulated GPUs each, whose ranks meet by NCCL within and across.
+#[test]
+fn hosts_with_gpus_meet_by_nccl() {
+    let Some(folder) = emulator::harness::libraries() else {
+        assert!(
+            std::env::var_os("CI").is_none(),
+            "the emulator is not built"
+        );
+        eprintln!("skipped: the emulator is not built");
+        return;
+    };
+    let Some((place, alone)) = four_hosts() else {
+        return;
+    };
+    let gpus = [
+        ("LD_LIBRARY_PATH", &*folder.to_string_lossy()),
+        ("MESHWRIGHT_EMULATOR_GPUS", "2"),
+    ];
+    run_on_four(&place, &["--backend", "cuda", "--fabric", "nccl"], &gpus);
+    let numbers = |step: &String| -> Vec<f64> {
+        step.split(' ')
+            .map(|figure| figure.parse().unwrap())
+            .collect()
+    };
+    let apart = steps(&place, "apart.json");
+    assert_eq!(apart.len(), alone.len());
+    for (a, b) in apart.iter().zip(&alone) {
+        let pairs = numbers(a).into_iter().zip(numbers(b));
+        for (a, b) in pairs {
+            assert!((a - b).abs() < 1e-5 * b.abs(), "{a} against {b}");
+        }
+    }
+}
+
+/// A link that becomes slow in the training is told from a slow processor and from a busy host.
+#[test]
+fn a_link_that_becomes_slow_is_said() {
+    if std::env::var("RUN_SLOW_TESTS").is_err() {
+        eprintln!("skipped: RUN_SLOW_TESTS is not set");
+        return;
+    }
+    let place = two_hosts();
+    let first = free_port();
+    let (second, does) = go_between(first.clone(), WHOLE);
+    let more = ["--steps", "100000000", "-o", "run.json"];
+    let metrics = [&more[..], &["--metrics", "m.csv"]].concat();
+    let mut started: [Child; 2] = [
+        process(&place, "0", &first, &metrics).spawn().unwrap(),
+        process(&place, "1", &second, &more).spawn().unwrap(),
+    ];
+    // A window to become warm, and one to compare with.
+    wait_for_steps(&place, 45);
+    does.store(SHARED, Ordering::Relaxed);
+    let words = started[0].stderr.take().unwrap();
+    let mut lines = std::io::BufRead::lines(std::io::BufReader::new(words));
+    let mut told = lines.find(|line| {
+        let line = line.as_ref().unwrap();
+        line.contains("all ranks wait") || line.contains("works")
+    });
+    for child in &mut started {
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+    let told = told.take().unwrap().unwrap();
+    // On a machine with other work nothing can be told of the link.
+    let is_told = told.contains("all ranks wait") || told.contains("keeps the host busy");
+    assert!(is_told, "{told}");
+}
+
+/// Returns once so many rows are written: some steps are done.
+fn wait_for_steps(place: &Place, n: usize) {
     let began = Instant::now();
     let rows = || std::fs::read_to_string(place.path("m.csv")).unwrap_or_default();
-    while rows().lines().count() < 4 {
+    while rows().lines().count() < n {
         assert!(began.elapsed() < Duration::from_secs(60), "no step is done");
         std::thread::sleep(Duration::from_millis(5));
     }
@@ -170,7 +388,7 @@ fn broken(mode: u8) -> ([String; 2], Duration) {
         process(&place, "0", &first, &metrics).spawn().unwrap(),
         process(&place, "1", &second, &more).spawn().unwrap(),
     ];
-    wait_for_steps(&place);
+    wait_for_steps(&place, 4);
     let began = Instant::now();
     does.store(mode, Ordering::Relaxed);
     let words = started.map(|child| {

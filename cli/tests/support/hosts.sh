@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# Four hosts on one machine: network namespaces with an address each, joined by a bridge. To be run in
+# namespaces of users, mounts and networks (unshare -Urmn):
+#
+#   hosts.sh              only makes them, to see whether that can be
+#   hosts.sh each CMD     and runs CMD on each, with what a launcher says in its environment
+#   hosts.sh mpirun CMD   and has Open MPI run it, by a daemon on each
+#
+# With SLOW=3 RATE=2mbit what host 3 sends leaves it at that rate.
+set -eu
+how=${1:-nothing}
+[ "$#" = 0 ] || shift
+mount -t tmpfs tmpfs /run
+mkdir -p /run/netns
+ip link set lo up
+ip link add br0 type bridge
+ip addr add 10.9.0.254/24 dev br0
+ip link set br0 up
+for i in 0 1 2 3; do
+    ip netns add h$i
+    ip link add v$i type veth peer name e0 netns h$i
+    ip link set v$i master br0
+    ip link set v$i up
+    ip -n h$i addr add 10.9.0.$((i + 1))/24 dev e0
+    ip -n h$i link set e0 up
+    ip -n h$i link set lo up
+done
+if [ -n "${SLOW:-}" ]; then
+    tc -n "h$SLOW" qdisc add dev e0 root tbf rate "$RATE" burst 5kb latency 2s
+fi
+case $how in
+nothing) ;;
+each)
+    pids=
+    for i in 0 1 2 3; do
+        RANK=$i WORLD_SIZE=4 LOCAL_WORLD_SIZE=1 MASTER_ADDR=10.9.0.1 MASTER_PORT=29500 \
+            ip netns exec h$i "$@" &
+        pids="$pids $!"
+    done
+    for pid in $pids; do wait "$pid"; done
+    ;;
+mpirun)
+    cp /etc/hosts /run/hosts
+    for i in 0 1 2 3; do echo "10.9.0.$((i + 1)) host$i" >>/run/hosts; done
+    mount --bind /run/hosts /etc/hosts
+    # In place of ssh: a shell on that host.
+    cat >/run/on_host <<'SHELL'
+#!/bin/sh
+host=$1
+shift
+exec ip netns exec "h${host#host}" unshare -u sh -c "hostname $host; $*"
+SHELL
+    chmod +x /run/on_host
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+    network=10.9.0.0/24
+    exec mpirun --mca plm rsh --mca plm_rsh_agent /run/on_host --mca plm_rsh_no_tree_spawn 1 \
+        --mca oob_tcp_if_include $network --mca btl tcp,self --mca btl_tcp_if_include $network \
+        -np 4 -host host0,host1,host2,host3 "$@"
+    ;;
+esac
