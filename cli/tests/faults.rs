@@ -281,7 +281,7 @@ fn full_and_read_only_file_systems_end_no_run() {
 #[test]
 fn runs_share_a_folder_of_checkpoints() {
     let place = two_ranks();
-    let state = ["--checkpoint", "state", "--checkpoints-kept", "100000"];
+    let state = ["--checkpoint", "state", "--checkpoints-kept", "10000"];
     let first = ["--steps", "100000000", "-o", "a.json"];
     let every = ["--checkpoint-every", "20"];
     let mut child = Command::new(env!("CARGO_BIN_EXE_meshwright"))

@@ -72,8 +72,21 @@ fn a_plan_runs_on_the_emulated_gpu_as_on_processors() {
         done.out
     );
     place.run(&["compare", "plan.json", "run.json"]).expect(0);
-    // Plain kernels give the same losses.
+    // A checkpoint of processors goes on on GPUs: by a rate that changes nothing, all bits are there.
+    let cpu_state = [&arguments()[..6], &["--checkpoint", "cpu"]].concat();
+    place.run(&cpu_state).expect(0);
+    let more = ["--resume", "cpu", "--checkpoint", "gpu", "--lr", "1e-30"];
     let library = ("LD_LIBRARY_PATH", &*folder.to_string_lossy());
+    let resumed = [&arguments()[..], &more].concat();
+    place.run_with(&resumed, &[library]).expect(0);
+    let [cpu, gpu] = ["cpu", "gpu"].map(|state| {
+        let to = format!("weights-{state}");
+        let convert = ["checkpoint", "convert", state, "--config", "config.json"];
+        place.run(&[&convert[..], &["-o", &to]].concat()).expect(0);
+        place.read(&format!("{to}/model.safetensors"))
+    });
+    assert!(cpu == gpu, "parameters differ");
+    // Plain kernels give the same losses.
     let plain = [&arguments()[..], &["--matmuls", "plain"]].concat();
     let done = place.run_with(&plain, &[library]).expect(0);
     assert!(done.out.contains("by plain kernels."), "{}", done.out);

@@ -721,7 +721,7 @@ fn no_step_is_lost_where_replicas_have_the_states() {
     let mut names = place.names_in("state");
     names.sort();
     let (_, step) = names[0].split_once("-step-").unwrap();
-    assert!(step.parse::<u64>().unwrap() > 20, "{words}");
+    assert!(step.parse::<u64>().unwrap() >= 20, "{words}");
     assert!(words.contains(&format!("from step {step}")), "{words}");
     let whole = ["--steps", step, "--total-steps", "800", "-o", "whole.json"];
     let state = ["--checkpoint", "whole"];

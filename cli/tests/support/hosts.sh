@@ -34,7 +34,7 @@ each)
     pids=
     for i in 0 1 2 3; do
         RANK=$i WORLD_SIZE=4 LOCAL_WORLD_SIZE=1 MASTER_ADDR=10.9.0.1 MASTER_PORT=29500 \
-            ip netns exec h$i "$@" &
+            ip netns exec h$i unshare -u sh -c "hostname host$i && exec \"\$@\"" sh "$@" &
         pids="$pids $!"
     done
     for pid in $pids; do wait "$pid"; done
