@@ -2,7 +2,7 @@
 //! messages.
 
 use super::frame::{self, Head, Letter, Parts};
-use super::handshake::{self, Token};
+use super::handshake::{self, HandshakeError, Token};
 use super::rendezvous;
 use crate::arena::Bytes;
 use crate::execute::message::Reply;
@@ -34,8 +34,8 @@ impl Write for Says<'_> {
     }
 }
 
-/// How far bytes are understood: nothing of them, an introduction, or a message. The first byte says as
-/// what they are taken; checksums of messages are put in, as spoiled ones end there.
+/// Whether bytes are understood, 0 or 1: as a proof, an introduction or a message, by the first of
+/// them. Checksums of messages are put in, as spoiled ones end there.
 pub fn understood(bytes: &[u8]) -> usize {
     let Some((kind, bytes)) = bytes.split_first() else {
         return 0;
@@ -44,15 +44,17 @@ pub fn understood(bytes: &[u8]) -> usize {
         0 => {
             let token = Token::parse(&"8f".repeat(32));
             let mut says = Says(Cursor::new(bytes));
-            // Nobody says the right proof of a number that was just drawn.
-            usize::from(token.is_ok_and(|t| handshake::answer(&mut says, &t).is_ok()))
+            let answered = token.map(|t| handshake::answer(&mut says, &t));
+            // Nobody has the right proof of a number that was just drawn: it is heard to its end.
+            let is_heard = matches!(answered, Ok(Ok(()) | Err(HandshakeError::Token)));
+            usize::from(is_heard)
         }
         1 => usize::from(rendezvous::is_introduction(bytes)),
         _ => {
             let (sent, block) = summed(bytes);
             match block > MOST {
                 true => 0,
-                false => 2 * usize::from(frame::read(&mut &sent[..]).is_ok_and(|m| m.is_some())),
+                false => usize::from(frame::read(&mut &sent[..]).is_ok_and(|m| m.is_some())),
             }
         }
     }

@@ -173,7 +173,7 @@ pub const TARGETS: [Target; 22] = [
         name: "spoken",
         run: spoken,
         corpus: runtime::processes::spoken::examples,
-        full: 2,
+        full: 1,
         shape: Shape::Binary,
     },
     Target {
