@@ -22,8 +22,10 @@
 //! ```
 //! So it keeps its bytes until kernels wait for the collective anyway. In the same way a gather of
 //! parameters has the bytes of its results as soon as the results of the one before are used, though
-//! its own stand in the list where they are. Both in every template that then fits the memory,
-//! the first alone where both do not, and neither where that does not fit either.
+//! its own stand in the list where they are, and gathers stand [ahead](crate::ahead) of reductions.
+//! All three in every template that then fits the memory; where it does not, without early results,
+//! then with them but in the order of the list, then without both, and at last as close as buffers
+//! can lie.
 
 use crate::ahead::gathers_ahead;
 use crate::draft::{Lifetime, RoleDraft, buffers_mut};

@@ -24,6 +24,8 @@ use std::sync::Arc;
 
 /// Most such pipelines that are simulated.
 const SIMULATED: usize = 4;
+/// Most of them whose second axis joins several hosts, beside those.
+const SIMULATED_WIDE: usize = 2;
 /// Microbatch sizes that are looked at together, from the largest down.
 const AT_ONCE: usize = 2;
 /// The share of the traffic that is assumed to hide where it takes nearly as long as what it hides
@@ -99,8 +101,9 @@ impl Search<'_> {
             };
             let to_beat = cost(best) * NEAR;
             let wide = self.hiding_of((wide, to_beat), best.batch, schedule, reserve, None);
-            found.extend(wide);
-            found = self.nearest(found);
+            let wide = self.nearest(wide).into_iter();
+            found.extend(wide.take(self.effort.times(SIMULATED_WIDE)));
+            found.sort_by(|a, b| cost(a).total_cmp(&cost(b)));
         }
         found.extend(self.whole_beside(&found, whole, schedule, reserve));
         found
