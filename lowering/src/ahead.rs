@@ -13,10 +13,9 @@
 
 use ir::BufferId;
 use ir::collective::CollectiveKind;
-use ir::program::{InstrKind, Instruction, RoleProgram};
+use ir::program::{BufferClass, InstrKind, Instruction, RoleProgram};
 
-/// The instructions of a template with gathers of what outlives it ahead of the reductions before
-/// them; none where all stand so already. Done twice it changes nothing.
+/// The instructions of a template with gathers of parameters ahead of the reductions before them; none where all stand so already. Done twice it changes nothing.
 pub(crate) fn gathers_ahead(program: &RoleProgram, template: usize) -> Option<Vec<Instruction>> {
     let all = &program.templates[template].instructions;
     let mut touches = Touches::new(program.buffers.len());
@@ -35,7 +34,9 @@ pub(crate) fn gathers_ahead(program: &RoleProgram, template: usize) -> Option<Ve
                 {
                     reduction[stream] = Some(i);
                 }
-                CollectiveKind::AllGather if !is_made_here => {
+                // What the forward pass kept is gathered when it is needed: whoever waits for its
+                // reduction may wait for a gradient that everything else waits for.
+                CollectiveKind::AllGather if !is_made_here && rests(program, instruction) => {
                     let results = instruction.writes();
                     let is_free = |to: &usize| results.iter().all(|&b| !touches.since(b, *to));
                     // A reduction before its first use is one that it is ahead of.
@@ -52,6 +53,13 @@ pub(crate) fn gathers_ahead(program: &RoleProgram, template: usize) -> Option<Ve
         touches.add(i, instruction);
     }
     (!moves.is_empty()).then(|| moved(all, &moves))
+}
+
+/// Whether what an instruction reads is the step's: parameters are, activations are not.
+fn rests(program: &RoleProgram, instruction: &Instruction) -> bool {
+    let class = |b: &BufferId| program.buffer(*b).class;
+    let is_the_steps = |b| matches!(class(b), BufferClass::Persistent | BufferClass::Step);
+    instruction.reads().iter().all(is_the_steps)
 }
 
 fn is_reduction(kind: &InstrKind) -> bool {
