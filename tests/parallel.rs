@@ -196,12 +196,10 @@ matrix! {
     gpt2_tied_4_1f1b: "gpt2_small_tied", 4, OneFOneB;
     gpt2_tied_4_gpipe: "gpt2_small_tied", 4, GPipe;
     gpt2_tied_8_1f1b: "gpt2_small_tied", 8, OneFOneB;
-    gpt2_tied_8_gpipe: "gpt2_small_tied", 8, GPipe;
     gpt2_untied_2_1f1b: "gpt2_untied_gelu", 2, OneFOneB;
     gpt2_untied_2_gpipe: "gpt2_untied_gelu", 2, GPipe;
     gpt2_untied_4_1f1b: "gpt2_untied_gelu", 4, OneFOneB;
     gpt2_untied_4_gpipe: "gpt2_untied_gelu", 4, GPipe;
-    gpt2_untied_8_1f1b: "gpt2_untied_gelu", 8, OneFOneB;
     gpt2_untied_8_gpipe: "gpt2_untied_gelu", 8, GPipe;
     llama_tied_4_1f1b: "llama_tied", 4, OneFOneB;
     llama_tied_8_1f1b: "llama_tied", 8, OneFOneB;

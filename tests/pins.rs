@@ -94,7 +94,7 @@ fn draw_pins(rng: &mut Rng, n_devices: u64) -> Vec<String> {
 #[test]
 fn more_pins_hardly_ever_give_a_better_plan() {
     let slow = std::env::var("RUN_SLOW_TESTS").is_ok_and(|v| v == "1");
-    let n_models = if slow { 30 } else { 12 };
+    let n_models = if slow { 20 } else { 12 };
     let (mut compared, mut slower, mut worst) = (0, 0, 1.0f64);
     for seed in 0..n_models {
         let mut is_slower = false;

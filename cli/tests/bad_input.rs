@@ -581,7 +581,12 @@ fn unknown_keys_are_refused_wherever_they_stand_in_a_plan() {
         at(&mut plan, &path)["news"] = json!(1);
         place.write("bad.json", plan.to_string().as_bytes());
         let done = place.refuses(&["inspect", "bad.json"], &[3]);
-        assert!(done.err.contains("news"), "{}: {}", path.join("."), done.err);
+        assert!(
+            done.err.contains("news"),
+            "{}: {}",
+            path.join("."),
+            done.err
+        );
     }
     assert!(kinds.len() > 20, "{kinds:?}");
 }
@@ -595,7 +600,9 @@ fn objects(value: &Value) -> Vec<Vec<String>> {
         ),
         Value::Array(list) => (
             Vec::new(),
-            (list.iter().enumerate()).map(|(i, part)| (i.to_string(), part)).collect(),
+            (list.iter().enumerate())
+                .map(|(i, part)| (i.to_string(), part))
+                .collect(),
         ),
         _ => (Vec::new(), Vec::new()),
     };

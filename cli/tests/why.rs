@@ -286,7 +286,10 @@ fn what_if_shows_the_new_plan_and_what_this_one_would_do() {
         "{words}"
     );
     assert!(words.contains("Kept as it is,"), "{words}");
-    assert!(words.contains("The plan's pins stay: data=2, pipeline=2."), "{words}");
+    assert!(
+        words.contains("The plan's pins stay: data=2, pipeline=2."),
+        "{words}"
+    );
     assert_eq!(report["pins"], serde_json::json!(["data=2", "pipeline=2"]));
     // Twice as many samples: the plan is kept with more microbatches.
     let twice = ["what-if", "plan.json", "--global-batch", "2x", "--json"];

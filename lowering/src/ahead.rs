@@ -29,9 +29,7 @@ pub(crate) fn gathers_ahead(program: &RoleProgram, template: usize) -> Option<Ve
             let stream = instruction.stream.index();
             let is_made_here = instruction.reads().iter().any(|&b| touches.is_written(b));
             match kind {
-                CollectiveKind::AllReduce(_) | CollectiveKind::ReduceScatter(_)
-                    if is_made_here =>
-                {
+                CollectiveKind::AllReduce(_) | CollectiveKind::ReduceScatter(_) if is_made_here => {
                     reduction[stream] = Some(i);
                 }
                 // What the forward pass kept is gathered when it is needed: whoever waits for its
@@ -132,7 +130,6 @@ fn moved(all: &[Instruction], moves: &[(usize, usize)]) -> Vec<Instruction> {
     order.map(|i| all[i].clone()).collect()
 }
 
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -191,7 +188,8 @@ mod tests {
     }
 
     /// The gather of `w2`, and what makes what it could read or writes its bytes.
-    const GATHER: &str = "all_gather over data: buf0 -> buf1 (dim 0) [collectives over data BI layer0]";
+    const GATHER: &str =
+        "all_gather over data: buf0 -> buf1 (dim 0) [collectives over data BI layer0]";
 
     #[test]
     fn a_gather_goes_ahead_of_one_reduction_once() {
@@ -205,7 +203,8 @@ mod tests {
 
     #[test]
     fn what_is_made_here_or_whose_bytes_are_used_stays() {
-        let of_made = "all_gather over data: buf6 -> buf1 (dim 0) [collectives over data BI layer0]";
+        let of_made =
+            "all_gather over data: buf6 -> buf1 (dim 0) [collectives over data BI layer0]";
         let made = ["fill 1.0 -> buf6 [kernels BI layer0]", of_made];
         let used = ["fill 1.0 -> buf1 [kernels BI layer0]", GATHER];
         for more in [made, used] {

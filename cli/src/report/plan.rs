@@ -974,7 +974,10 @@ mod tests {
         let lines: Vec<String> = lines.collect();
         let expected = ["embed, h.1, 4 to 5, head, 5: a", "h.0, 2 to 3, 6, 4: b"];
         assert_eq!(lines, expected);
-        assert_eq!(listed(&["3", "é.1 to é.2", "é.4", "h.4"]), "3, é.1 to é.2, 4, h.4");
+        assert_eq!(
+            listed(&["3", "é.1 to é.2", "é.4", "h.4"]),
+            "3, é.1 to é.2, 4, h.4"
+        );
     }
 
     #[test]
