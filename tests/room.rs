@@ -54,6 +54,31 @@ fn waits_for_bytes(program: &Program) -> usize {
     program.roles.iter().map(of_role).sum()
 }
 
+/// Gathers in microbatches that stand in their queue right behind a reduction.
+fn behind_reductions(program: &Program) -> usize {
+    let of_template = |role: &RoleProgram, t: &Template| {
+        let mut before = vec![false; role.streams.len()];
+        let mut n = 0;
+        for i in &t.instructions {
+            let InstrKind::Collective { kind, .. } = &i.kind else {
+                continue;
+            };
+            let before = &mut before[i.stream.index()];
+            n += usize::from(*before && *kind == CollectiveKind::AllGather);
+            *before = matches!(
+                kind,
+                CollectiveKind::ReduceScatter(_) | CollectiveKind::AllReduce(_)
+            );
+        }
+        n
+    };
+    let of_role = |role: &RoleProgram| {
+        let passes = role.templates.iter().filter(|t| t.kind.pass().is_some());
+        passes.map(|t| of_template(role, t)).sum::<usize>()
+    };
+    program.roles.iter().map(of_role).sum()
+}
+
 /// Gathers of parameters that wait for the kernel just before them, though they need nothing of it.
 fn held_up(program: &Program) -> usize {
     let of_template = |role: &RoleProgram, t: &Template| {
@@ -101,6 +126,9 @@ fn with_room_kernels_wait_for_results_alone() {
         let is_bound_by_gathers = pins.starts_with(&["data=4", "zero=3"]);
         assert!(held[0] > 2 || !is_bound_by_gathers, "{pins:?}: {held:?}");
         assert!(least <= most, "{pins:?}: {least} to {most}");
+        let behind = [&close, &roomy].map(behind_reductions);
+        let is_split = pins.contains(&"zero=3");
+        assert_eq!(behind[0] > behind[1], is_split, "{pins:?}: {behind:?}");
         // Up to the last byte that is not to stay free.
         assert_eq!(at(most, None), roomy, "{pins:?}");
         assert_eq!(at(2 * most, Some(0.5)), roomy, "{pins:?}");

@@ -192,6 +192,20 @@ fn options_for_some_ops_name_a_matmul() {
     assert!(done.out.contains("wide=h.[30-40].attn.*"), "{}", done.out);
 }
 
+/// What is proved again is what was planned: the program of that software, which has its own order of
+/// gathers.
+#[test]
+fn plans_with_gathers_in_backward_passes_are_checked_again() {
+    let place = Place::new();
+    for software in ["fsdp2", "torchtitan", "jax", "megatron-core"] {
+        let mut args = COMPILE.to_vec();
+        (args[1], args[11]) = ("llama-3.2-1b", software);
+        args[13] = "data=8 tensor=1 pipeline=1 zero=3 microbatch=8";
+        place.run(&args).expect(0);
+        place.run(&["check", "plan.json"]).expect(0);
+    }
+}
+
 /// Experts are most of a model's bytes and lie over the data ranks: the level of all that these hold copies
 /// of is said all the same.
 #[test]

@@ -25,7 +25,7 @@ use serde::{Deserialize, Serialize};
 #[derive(
     Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema,
 )]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum LayoutStep {
     /// Combines partial values over one or more axes.
     AllReduce {
@@ -506,6 +506,7 @@ fn n_replicas(p: Placement<'_>) -> u64 {
 #[derive(
     Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, schemars::JsonSchema,
 )]
+#[serde(deny_unknown_fields)]
 pub struct CrossPath {
     /// Steps on the source mesh; they leave nothing partial.
     pub before: Vec<LayoutStep>,

@@ -15,7 +15,8 @@ use ir::BufferId;
 use ir::collective::CollectiveKind;
 use ir::program::{BufferClass, InstrKind, Instruction, RoleProgram};
 
-/// The instructions of a template with gathers of parameters ahead of the reductions before them; none where all stand so already. Done twice it changes nothing.
+/// The instructions of a template with gathers of parameters ahead of the reductions before them;
+/// none where all stand so already. Done twice it changes nothing.
 pub(crate) fn gathers_ahead(program: &RoleProgram, template: usize) -> Option<Vec<Instruction>> {
     let all = &program.templates[template].instructions;
     let mut touches = Touches::new(program.buffers.len());
@@ -23,7 +24,6 @@ pub(crate) fn gathers_ahead(program: &RoleProgram, template: usize) -> Option<Ve
     let mut reduction: Vec<Option<usize>> = vec![None; program.streams.len()];
     // Where gathers go, in the order of the list, each from behind.
     let mut moves: Vec<(usize, usize)> = Vec::new();
-    let first_reads = first_reads(program, all);
     for (i, instruction) in all.iter().enumerate() {
         if let InstrKind::Collective { kind, .. } = &instruction.kind {
             let stream = instruction.stream.index();
@@ -38,11 +38,16 @@ pub(crate) fn gathers_ahead(program: &RoleProgram, template: usize) -> Option<Ve
                     let results = instruction.writes();
                     let is_free = |to: &usize| results.iter().all(|&b| !touches.since(b, *to));
                     // A reduction before its first use is one that it is ahead of.
-                    let used = results.iter().filter_map(|b| first_reads[b.index()]).min();
-                    let is_ahead = all[i..used.unwrap_or(i)].iter().any(|other| {
+                    let behind = all.iter().enumerate().skip(i + 1);
+                    let is_used =
+                        |other: &Instruction| other.reads().iter().any(|b| results.contains(b));
+                    let is_ahead = |other: &Instruction| {
                         other.stream == instruction.stream && is_reduction(&other.kind)
-                    });
-                    let to = reduction[stream].filter(is_free).filter(|_| !is_ahead);
+                    };
+                    let mut behind = behind.map(|(_, other)| other);
+                    let next = behind.find(|other| is_used(other) || is_ahead(other));
+                    let waits = next.is_some_and(|other| is_used(other));
+                    let to = reduction[stream].filter(is_free).filter(|_| waits);
                     moves.extend(to.map(|to| (i, to)));
                 }
                 _ => {}
@@ -68,17 +73,6 @@ fn is_reduction(kind: &InstrKind) -> bool {
         kind,
         CollectiveKind::AllReduce(_) | CollectiveKind::ReduceScatter(_)
     )
-}
-
-/// By buffer, the first instruction that reads it.
-fn first_reads(program: &RoleProgram, all: &[Instruction]) -> Vec<Option<usize>> {
-    let mut first = vec![None; program.buffers.len()];
-    for (i, instruction) in all.iter().enumerate() {
-        for b in instruction.reads() {
-            first[b.index()].get_or_insert(i);
-        }
-    }
-    first
 }
 
 /// Which instructions of a template touched a buffer.

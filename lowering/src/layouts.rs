@@ -167,7 +167,8 @@ impl Layouts {
             let seen = plan.cluster.seen_by(role.mesh.devices);
             let room = Room {
                 bytes: seen.planned_bytes(plan.headroom),
-                gathers_ahead: has_calls,
+                // Where other software gathers is said by what executes its programs.
+                gathers_ahead: has_calls && plan.made_for.is_none(),
             };
             let mut role = place::place(role, room)?;
             if has_calls {

@@ -90,7 +90,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     if let Some(folder) = &args.record {
         record::clear(folder)?;
     }
-    let mut company = among::gather(&setting, args, &loaded)?;
+    let mut company = among::gather(&setting, args, (&loaded, &chosen))?;
     let processes = company.as_ref().map(|c| Arc::clone(&c.processes));
     let first = resume.as_ref().map_or(0, |c| c.step());
     let mut so_far = SoFar {
@@ -178,11 +178,11 @@ fn serve(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<(), Failu
             Failure::new(Exit::BadInput, what)
         })?;
     }
-    let Some(company) = among::gather(setting, args, loaded)? else {
+    let chosen = fabric::chosen(args, loaded, setting)?;
+    let Some(company) = among::gather(setting, args, (loaded, &chosen))? else {
         let what = "a process with a number above 0 is not alone";
         return Err(Failure::new(Exit::Internal, what));
     };
-    let chosen = fabric::chosen(args, loaded, setting)?;
     // Process 0 ends the run, and with it this process.
     interrupt::leave_to_others()?;
     let spec = &loaded.plan.train;

@@ -233,6 +233,11 @@ fn described(plan: &Plan, training: &TrainingGraph) -> String {
         for (part, of_last) in gathered(&parts[first]).iter().zip(&of_last) {
             let layers = match first == last {
                 true => listed(&part.layers),
+                false if part.layers.len() > 1 => format!(
+                    "{} and so on, {} in each",
+                    listed(&part.layers),
+                    counted(part.n_layers as u64, "layer")
+                ),
                 false => {
                     let ends = [part.layers.first(), of_last.layers.last()];
                     let [from, to] = ends.map(|range| range.copied().unwrap_or_default());

@@ -8,7 +8,7 @@ use ir::counted;
 use runtime::RuntimeError;
 use runtime::checkpoint::dcp::{self, STEP, Source};
 use runtime::checkpoint::{Checkpoint, Origin};
-use runtime::files;
+use runtime::files::{self, Unfinished};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -85,11 +85,9 @@ fn as_transformers_call_them(
 }
 
 /// A folder beside the output, for what is made on the way to it.
-fn between(output: &Path) -> Result<tempfile::TempDir, Failure> {
+fn between(output: &Path) -> Result<Unfinished, Failure> {
     let beside = files::parent(output);
-    let made = tempfile::Builder::new()
-        .prefix(".meshwright-")
-        .tempdir_in(beside);
+    let made = Unfinished::folder(beside);
     made.map_err(|e| Failure::new(Exit::RunFailed, format!("{}: {e}", beside.display())))
 }
 
@@ -105,6 +103,11 @@ pub fn weights(args: &ConvertArgs) -> Result<(), Failure> {
         let what = format!("{shown} is a checkpoint of PyTorch already");
         return Err(Failure::new(Exit::Usage, what).help("leave --to out"));
     };
+    if !args.prefix.is_empty() {
+        let what = format!("--prefix {}: names in {shown} are found", args.prefix);
+        let help = "leave it out: one prefix before all of transformers' names is recognised";
+        return Err(Failure::new(Exit::Usage, what).help(help));
+    }
     let config = model::load_config(model)?;
     let source = Source::open(&args.path).map_err(unread)?;
     let params = config.params();

@@ -1,6 +1,7 @@
 //! A run of several processes: which of them this one is, and how they come together.
 
 use super::children::Children;
+use super::fabric::Chosen;
 use super::launcher::{self, Launched};
 use super::rendezvous::{self, Appointment};
 use crate::args::RunArgs;
@@ -151,7 +152,7 @@ impl Company {
 pub fn gather(
     setting: &Setting,
     args: &RunArgs,
-    loaded: &Loaded,
+    (loaded, chosen): (&Loaded, &Chosen),
 ) -> Result<Option<Company>, Failure> {
     let n_ranks: u32 = loaded
         .program
@@ -173,7 +174,7 @@ pub fn gather(
     if of == 1 {
         return Ok(None);
     }
-    let fingerprint = fingerprint(args, loaded);
+    let fingerprint = fingerprint(args, loaded, chosen);
     let patience = Duration::from_secs(args.time_out).max(LEAST_TO_JOIN);
     let alone = |processes| Company {
         processes: Arc::new(processes),
@@ -359,7 +360,7 @@ fn ends_of(path: &Path) -> std::io::Result<String> {
 }
 
 /// Everything that must be the same in all processes.
-fn fingerprint(args: &RunArgs, loaded: &Loaded) -> Fingerprint {
+fn fingerprint(args: &RunArgs, loaded: &Loaded, chosen: &Chosen) -> Fingerprint {
     let binary = std::env::current_exe().and_then(std::fs::read);
     let binary = binary.map(|b| blake3::hash(&b).to_hex()[..16].to_string());
     let data = ends_of(&args.data);
@@ -379,7 +380,11 @@ fn fingerprint(args: &RunArgs, loaded: &Loaded) -> Fingerprint {
         ),
         ("--validate-every", format!("{:?}", args.validate_every)),
         ("--backend", format!("{:?}", args.backend)),
-        ("--fabric", format!("{:?}", args.fabric)),
+        // Each process chooses by the GPUs and the library that its host has.
+        (
+            "--fabric",
+            chosen.by.clone().unwrap_or_else(|| "cpu".into()),
+        ),
     ];
     Fingerprint(all.map(|(name, value)| (name.to_string(), value)).into())
 }
@@ -393,7 +398,9 @@ impl From<JoinError> for Failure {
                 "see the messages of the processes that are missing; slow hosts have longer with --time-out SECONDS"
             }
             Token { .. } => "give every process the same --token-file",
-            Differs { .. } => "start the same binary with the same plan and data on every host",
+            Differs { .. } => {
+                "start the same binary with the same plan and data on every host, and where hosts have other GPUs or another NCCL, with --fabric host"
+            }
             Refused { .. } => "the message of process 0 says more",
             Ended(_) => "its own message is above",
             Apart { .. } => {

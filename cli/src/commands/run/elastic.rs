@@ -110,6 +110,14 @@ impl SoFar {
         };
         let not = format!("The ranks that are left do not have all states in memory{reason}");
         let (newest, damaged) = newest_whole(self.written);
+        let whole = if damaged.is_empty() {
+            ""
+        } else {
+            "that is whole "
+        };
+        let damaged: String = (damaged.iter())
+            .map(|d| format!(" Passed over {d}."))
+            .collect();
         let began = self.first;
         let lost = |step: u64| match self.done.saturating_sub(step) {
             0 => String::new(),
@@ -125,7 +133,7 @@ impl SoFar {
         match (newest, &args.resume) {
             (Some((path, step)), _) => {
                 let words = format!(
-                    "{not}. The newest checkpoint {damaged}is {}.{}",
+                    "{not}.{damaged} The newest checkpoint {whole}is {}.{}",
                     path.display(),
                     lost(step)
                 );
@@ -133,15 +141,19 @@ impl SoFar {
             }
             (None, Some(path)) => {
                 let words = format!(
-                    "{not}. The run begins again with {}.{}",
+                    "{not}.{damaged} The run begins again with {}.{}",
                     path.display(),
                     lost(began)
                 );
                 (Some(path.clone()), began, words)
             }
             (None, None) => {
+                let none = match damaged.is_empty() {
+                    true => "There is no checkpoint yet",
+                    false => "There is no other checkpoint",
+                };
                 let words = format!(
-                    "{not}. There is no checkpoint yet: the run begins anew.{}",
+                    "{not}.{damaged} {none}: the run begins anew.{}",
                     lost(began)
                 );
                 (None, began, words)
@@ -150,15 +162,15 @@ impl SoFar {
     }
 }
 
-/// The newest of these checkpoints that is whole, and words about those that are not.
-fn newest_whole(mut written: Vec<(PathBuf, u64)>) -> (Option<(PathBuf, u64)>, &'static str) {
-    let mut damaged = "";
+/// The newest of these checkpoints that is whole, and what is wrong with those after it.
+fn newest_whole(mut written: Vec<(PathBuf, u64)>) -> (Option<(PathBuf, u64)>, Vec<String>) {
+    let mut damaged = Vec::new();
     while let Some((path, _)) = written.last() {
         match runtime::checkpoint::verify(path) {
             Ok(_) => break,
             // Older ones have gone, as newer ones came.
             Err(_) if !path.exists() => {}
-            Err(_) => damaged = "that is whole ",
+            Err(e) => damaged.push(e.to_string()),
         }
         written.pop();
     }
