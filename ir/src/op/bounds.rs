@@ -5,7 +5,6 @@ use serde::{Deserialize, Serialize};
 
 /// Bounds of the scores of an attention; none by default.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
-#[serde(deny_unknown_fields)]
 pub struct Bounds {
     /// The tokens that a query looks back over, its own among them; all where there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]

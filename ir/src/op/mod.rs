@@ -49,7 +49,7 @@ use std::ops::RangeInclusive;
 /// How a parameter is initialised when no weights are given. Values depend on the seed, the
 /// parameter's name and the element's global index only, never on the layout.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
-#[serde(rename_all = "snake_case", deny_unknown_fields)]
+#[serde(rename_all = "snake_case")]
 pub enum Init {
     /// Every element zero.
     Zeros,
@@ -100,7 +100,7 @@ pub enum InputKind {
 
 /// Frequencies of a rotary embedding, as in Hugging Face `modeling_rope_utils`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
-#[serde(rename_all = "snake_case", deny_unknown_fields)]
+#[serde(rename_all = "snake_case")]
 pub enum RopeScaling {
     /// Plain frequencies `theta^(-2i/d)`.
     None,
@@ -163,7 +163,6 @@ impl Scores {
 /// size. The `kept` ones are those in which the `best` largest scores sum to most (DeepSeek-V2,
 /// section 2.2.2, has the largest alone).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
-#[serde(deny_unknown_fields)]
 pub struct ExpertGroups {
     /// How many there are.
     pub count: u64,
@@ -226,7 +225,7 @@ pub enum Binary {
 /// The kind of an op with its attributes. Operand and result shapes are in each doc line;
 /// `f(...)` marks a float of any dtype.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
-#[serde(rename_all = "snake_case", deny_unknown_fields)]
+#[serde(rename_all = "snake_case")]
 pub enum OpKind {
     /// Data of a microbatch: `() -> i32[B, S]`, images `() -> f32[B, H, W, C]`.
     Input {
