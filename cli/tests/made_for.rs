@@ -192,8 +192,8 @@ fn options_for_some_ops_name_a_matmul() {
     assert!(done.out.contains("wide=h.[30-40].attn.*"), "{}", done.out);
 }
 
-/// What is proved again is what was planned: the program of that software, which has its own order of
-/// gathers.
+/// The program that is proved again is the one that was planned: that software's, which has its own
+/// order of gathers.
 #[test]
 fn plans_with_gathers_in_backward_passes_are_checked_again() {
     let place = Place::new();

@@ -58,7 +58,8 @@ pub(crate) fn gathers_ahead(program: &RoleProgram, template: usize) -> Option<Ve
     (!moves.is_empty()).then(|| moved(all, &moves))
 }
 
-/// Whether what an instruction reads is the step's: parameters are, activations are not.
+/// Whether an instruction reads what is there for the whole step, as parameters are and activations
+/// are not.
 fn rests(program: &RoleProgram, instruction: &Instruction) -> bool {
     let class = |b: &BufferId| program.buffer(*b).class;
     let is_the_steps = |b| matches!(class(b), BufferClass::Persistent | BufferClass::Step);

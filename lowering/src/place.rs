@@ -45,7 +45,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Bytes beyond which an arena is an error; leaves room for sums.
 const MAX_BYTES: u64 = 1 << 62;
 
-/// What may be done for collectives to have nothing wait for them that does not need their results.
+/// The room for collectives to have nothing wait for them that does not need their results.
 #[derive(Clone, Copy)]
 pub(crate) struct Room {
     /// The bytes of a device that buffers may take.
