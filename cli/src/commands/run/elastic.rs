@@ -170,7 +170,7 @@ fn newest_whole(mut written: Vec<(PathBuf, u64)>) -> (Option<(PathBuf, u64)>, Ve
             Ok(_) => break,
             // Older ones have gone, as newer ones came.
             Err(_) if !path.exists() => {}
-            Err(e) => damaged.push(e.to_string()),
+            Err(all) => damaged.extend(all.first().map(ToString::to_string)),
         }
         written.pop();
     }
