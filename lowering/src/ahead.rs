@@ -46,7 +46,7 @@ pub(crate) fn gathers_ahead(program: &RoleProgram, template: usize) -> Option<Ve
                     };
                     let mut behind = behind.map(|(_, other)| other);
                     let next = behind.find(|other| is_used(other) || is_ahead(other));
-                    let waits = next.is_some_and(|other| is_used(other));
+                    let waits = next.is_some_and(is_used);
                     let to = reduction[stream].filter(is_free).filter(|_| waits);
                     moves.extend(to.map(|to| (i, to)));
                 }
