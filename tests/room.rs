@@ -54,8 +54,8 @@ fn waits_for_bytes(program: &Program) -> usize {
     program.roles.iter().map(of_role).sum()
 }
 
-/// Gathers in microbatches behind which a reduction stands in their queue before anything reads what
-/// they gather.
+/// Gathers in microbatches behind which a reduction stands in their queue before anything reads
+/// what they gather.
 fn ahead_of_reductions(program: &Program) -> usize {
     let is_of = |i: &Instruction, of: fn(CollectiveKind) -> bool| match &i.kind {
         InstrKind::Collective { kind, .. } => of(*kind),

@@ -978,8 +978,8 @@ pub struct ConvertArgs {
     /// torch.distributed.checkpoint.
     #[arg(long, value_name = "FORM", default_value = "transformers")]
     pub to: FormArg,
-    /// The model that was trained, for names of transformers: its config.json or the folder of that, or the
-    /// name of one that is built in.
+    /// The model that was trained, for names of transformers: its config.json or the folder of
+    /// that, or the name of one that is built in.
     #[arg(long, value_name = "MODEL")]
     pub config: Option<PathBuf>,
     /// Begin the names of tensors so, for torch.distributed.checkpoint: `model.`.

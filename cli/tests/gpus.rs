@@ -33,10 +33,7 @@ fn without_a_gpu_the_run_says_so_and_names_the_emulator() {
 
 #[test]
 fn a_plan_runs_on_the_emulated_gpu_as_on_processors() {
-    let Some(folder) = emulator::harness::libraries() else {
-        let what = "the emulator is not built: cargo build --release --examples -p emulator";
-        assert!(std::env::var_os("CI").is_none(), "{what}");
-        eprintln!("skipped: {what}");
+    let Some(folder) = support::emulator() else {
         return;
     };
     let place = Place::with_plan();
@@ -72,7 +69,8 @@ fn a_plan_runs_on_the_emulated_gpu_as_on_processors() {
         done.out
     );
     place.run(&["compare", "plan.json", "run.json"]).expect(0);
-    // A checkpoint of processors goes on on GPUs: by a rate that changes nothing, all bits are there.
+    // A checkpoint of processors goes on on GPUs: by a rate that changes nothing, all bits are
+    // there.
     let cpu_state = [&arguments()[..6], &["--checkpoint", "cpu"]].concat();
     place.run(&cpu_state).expect(0);
     let more = ["--resume", "cpu", "--checkpoint", "gpu", "--lr", "1e-30"];
@@ -102,12 +100,7 @@ fn a_plan_runs_on_the_emulated_gpu_as_on_processors() {
 
 #[test]
 fn ranks_with_a_gpu_each_meet_by_nccl() {
-    let Some(folder) = emulator::harness::libraries() else {
-        assert!(
-            std::env::var_os("CI").is_none(),
-            "the emulator is not built"
-        );
-        eprintln!("skipped: the emulator is not built");
+    let Some(folder) = support::emulator() else {
         return;
     };
     let place = Place::with_plan();

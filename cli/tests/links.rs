@@ -1,6 +1,6 @@
-//! Hosts and the links between them. Four network namespaces stand in for hosts. Between two processes
-//! stands a go-between, who hands on what each says to the other, or does so late, slowly, in pieces, in
-//! one direction alone, or with a bit turned.
+//! Hosts and the links between them. Four network namespaces stand in for hosts. Between two
+//! processes stands a go-between, who hands on what each says to the other, or does so late,
+//! slowly, in pieces, in one direction alone, or with a bit turned.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used)]
 
@@ -179,7 +179,8 @@ fn a_slow_link_that_breaks_messages_up_changes_no_bit() {
     assert_eq!(steps(&place, "alone.json"), steps(&place, "apart.json"));
 }
 
-/// The instructions in which ranks waited longest, by `compare`, and for how many seconds of a step.
+/// The instructions in which ranks waited longest, by `compare`, and for how many seconds of a
+/// step.
 fn waits(place: &Place, run: &str) -> Vec<(String, f64)> {
     let done = place
         .run(&["compare", "plan.json", run, "--json"])
@@ -258,7 +259,8 @@ fn on_four_hosts(
     command.output()
 }
 
-/// A place for four hosts with two ranks each, and the steps of one process; none where there can be none.
+/// A place for four hosts with two ranks each, and the steps of one process; none where there can
+/// be none.
 fn four_hosts() -> Option<(Place, Vec<String>)> {
     let place = hosts("8", &["data=2", "pipeline=2", "tensor=2"]);
     match on_four_hosts(&place, &[], &[]) {
@@ -291,8 +293,8 @@ fn hosts_with_addresses_of_their_own_train_as_one() {
     };
     run_on_four(&place, &[], &[]);
     assert_eq!(steps(&place, "apart.json"), alone);
-    // What one host sends takes two megabits a second: that changes no bit, and shows in what crosses
-    // from its stage to the other one.
+    // What one host sends takes two megabits a second: that changes no bit, and shows in what
+    // crosses from its stage to the other one.
     let slow = [("SLOW", "3"), ("RATE", "2mbit")];
     run_on_four(&place, &[], &slow);
     assert_eq!(steps(&place, "apart.json"), alone);
@@ -304,12 +306,7 @@ fn hosts_with_addresses_of_their_own_train_as_one() {
 /// Four hosts with two emulated GPUs each, whose ranks meet by NCCL within and across.
 #[test]
 fn hosts_with_gpus_meet_by_nccl() {
-    let Some(folder) = emulator::harness::libraries() else {
-        assert!(
-            std::env::var_os("CI").is_none(),
-            "the emulator is not built"
-        );
-        eprintln!("skipped: the emulator is not built");
+    let Some(folder) = support::emulator() else {
         return;
     };
     let Some((place, alone)) = four_hosts() else {

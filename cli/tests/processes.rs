@@ -450,12 +450,7 @@ fn a_killed_process_is_named_and_nobody_is_left() {
 /// A process of ranks whose GPUs meet by NCCL: the others' streams wait for it, and are let go.
 #[test]
 fn a_killed_process_of_gpus_is_named_and_nobody_is_left() {
-    let Some(folder) = emulator::harness::libraries() else {
-        assert!(
-            std::env::var_os("CI").is_none(),
-            "the emulator is not built"
-        );
-        eprintln!("skipped: the emulator is not built");
+    let Some(folder) = support::emulator() else {
         return;
     };
     let place = Place::with_plan();
@@ -747,8 +742,8 @@ fn no_step_is_lost_where_replicas_have_the_states() {
     assert_eq!(one_step(&rescued, "a"), one_step("whole", "b"));
 }
 
-/// The disk takes what replicas write and keeps other bits, as it does with the checkpoint before: neither
-/// is gone on from, but the newest one that is whole.
+/// The disk takes what replicas write and keeps other bits, as it does with the checkpoint before:
+/// neither is gone on from, but the newest one that is whole.
 #[test]
 fn a_rescued_state_that_the_disk_spoils_is_not_gone_on_from() {
     let place = Place::new();

@@ -44,8 +44,8 @@ pub type Run = extern "C" fn(*mut c_void) -> *const c_char;
 /// Tells another library that its work is next on its stream, and asks whether it can be done.
 pub type Ready = extern "C" fn(*mut c_void) -> c_int;
 
-/// Longest wait for others who may put work on a stream, before another look: those of other processes
-/// wake nobody.
+/// Longest wait for others who may put work on a stream, before another look: those of other
+/// processes wake nobody.
 const PATIENCE: Duration = Duration::from_millis(1);
 
 /// An item of a stream.

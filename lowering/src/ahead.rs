@@ -1,7 +1,8 @@
 //! Gathers of parameters go ahead of reductions.
 //!
 //! A stream of collectives is a queue. In a backward pass the gather for one product stands behind
-//! the reduction of the gradient before it, and waits with it for the kernel that makes that gradient:
+//! the reduction of the gradient before it, and waits with it for the kernel that makes that
+//! gradient:
 //!
 //! ```text
 //! kernels      make g | use w            make g | use w
@@ -129,8 +130,8 @@ fn moved(all: &[Instruction], moves: &[(usize, usize)]) -> Vec<Instruction> {
 mod tests {
     use super::*;
 
-    /// A template in which kernels make gradients `g1` and `g2`, which are reduced, and a weight `w2`
-    /// is gathered for the second; `more` stands in its middle.
+    /// A template in which kernels make gradients `g1` and `g2`, which are reduced, and a weight
+    /// `w2` is gathered for the second; `more` stands in its middle.
     fn backward(more: &[&str]) -> RoleProgram {
         let before = [
             "fill 1.0 -> buf2 [kernels BW layer0]",

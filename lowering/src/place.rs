@@ -62,6 +62,7 @@ impl Room {
     };
 }
 
+/// Gives the buffers of a role their classes and places, and its instructions their waits.
 pub(crate) fn place(role: RoleDraft, room: Room) -> Result<RoleProgram, LowerError> {
     let mut program = classify(role)?;
     share_copies(&mut program);
@@ -302,8 +303,8 @@ struct Interval {
     offset: u64,
 }
 
-/// Places the transient buffers of each template from `base` on; returns the end of all. Where there is
-/// room they have bytes for longer, so that streams wait for each other's results alone.
+/// Places the transient buffers of each template from `base` on; returns the end of all. Where
+/// there is room they have bytes for longer, so that streams wait for each other's results alone.
 fn place_transient(program: &mut RoleProgram, base: u64, room: Room) -> Result<u64, LowerError> {
     debug_assert_eq!(base % ARENA_ALIGN, 0);
     let mut arena = base;
@@ -327,8 +328,8 @@ fn place_transient(program: &mut RoleProgram, base: u64, room: Room) -> Result<u
     Ok(arena)
 }
 
-/// The same where gathers stand [ahead](crate::ahead) of reductions, in which order the template stays
-/// if that fits; nothing where none does.
+/// The same where gathers stand [ahead](crate::ahead) of reductions, in which order the template
+/// stays if that fits; nothing where none does.
 fn with_gathers_ahead(
     program: &mut RoleProgram,
     template: usize,
@@ -344,8 +345,8 @@ fn with_gathers_ahead(
     placed
 }
 
-/// The transient buffers of a template where what collectives read stays until kernels wait for them,
-/// and the results of gathers are there early, or the first alone; if that fits.
+/// The transient buffers of a template where what collectives read stays until kernels wait for
+/// them, and the results of gathers are there early, or the first alone; if that fits.
 fn with_room(
     program: &mut RoleProgram,
     template: usize,

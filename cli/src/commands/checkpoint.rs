@@ -322,7 +322,8 @@ fn is_of(from: &Checkpoint, config: &ModelConfig, model: &Path) -> Result<(), Fa
     Ok(())
 }
 
-/// The files that get the weights and the configuration. Fails where there is one already that may not go.
+/// The files that get the weights and the configuration. Fails where there is one already that may
+/// not go.
 fn weights_in(args: &ConvertArgs, model: &Path, from: &Path) -> Result<[PathBuf; 2], Failure> {
     let folder = &args.output;
     outputs::check_folder(folder)?;

@@ -189,6 +189,17 @@ impl Place {
     }
 }
 
+/// The folder of the emulated GPU's libraries; none, which is said, where they are not built.
+pub fn emulator() -> Option<PathBuf> {
+    let folder = emulator::harness::libraries();
+    if folder.is_none() {
+        let what = "the emulator is not built: cargo build --release --examples -p emulator";
+        assert!(std::env::var_os("CI").is_none(), "{what}");
+        eprintln!("skipped: {what}");
+    }
+    folder
+}
+
 /// The root of the repository.
 pub fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))

@@ -161,8 +161,8 @@ pub struct Comparison {
     pub waterfall: Option<Waterfall>,
     /// The instructions with the largest absolute error per step, largest first.
     pub worst: Vec<InstructionComparison>,
-    /// The instructions in which ranks waited longest per step, longest first: a link that is slow or late
-    /// holds them up at what crosses it.
+    /// The instructions in which ranks waited longest per step, longest first: a link that is slow
+    /// or late holds them up at what crosses it.
     pub waits: Vec<Wait>,
 }
 

@@ -1,9 +1,10 @@
 //! The members of a communicator, and where they meet: a collective when all have come to it with
 //! the same call, a message when sender and receiver have.
 //!
-//! Members are of one process or of several, and keep what they tell each other ([`super::room`]) in
-//! memory that all of them have ([`super::shared`]). A call is noted there when it is made; its work
-//! is a [`Task`]. Who waits for a member that is gone waits until its own communicator is aborted.
+//! Members are of one process or of several, and keep what they tell each other ([`super::room`])
+//! in memory that all of them have ([`super::shared`]). A call is noted there when it is made; its
+//! work is a [`Task`]. Who waits for a member that is gone waits until its own communicator is
+//! aborted.
 
 use super::room::{Call, Gpu, Meeting, Room, State};
 use super::shared::{Shared, make};
@@ -27,8 +28,8 @@ pub fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
     of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Makes the room of a communicator, which others find by this process and the file's descriptor, and
-/// know by its name.
+/// Makes the room of a communicator, which others find by this process and the file's descriptor,
+/// and know by its name.
 pub fn open_room(name: u64) -> Result<File, String> {
     let (cliques, places) = (Vec::new(), Vec::new());
     make(&Room {
@@ -160,7 +161,8 @@ impl Clique {
         })?
     }
 
-    /// Member `rank` asks for split `number`, by color, key and its GPU. Whoever is last makes the parts.
+    /// Member `rank` asks for split `number`, by color, key and its GPU. Whoever is last makes the
+    /// parts.
     pub fn split(
         &self,
         (rank, number): (usize, u64),
@@ -199,8 +201,8 @@ impl Clique {
                 .is_some_and(|s| !s.made.is_empty())
         })
     }
-    /// The communicator that member `rank` has by a split, and its number there; none before all have
-    /// asked.
+    /// The communicator that member `rank` has by a split, and its number there; none before all
+    /// have asked.
     pub fn part(&self, rank: usize, number: u64) -> Result<Option<(Arc<Self>, usize)>, String> {
         let room = self.room.look()?;
         let state = &room.cliques[self.number];

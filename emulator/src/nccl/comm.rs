@@ -184,8 +184,8 @@ impl Comm {
     }
 }
 
-/// Puts a task on a stream: the bringing of its operands, and its end, which the stream waits for. The
-/// first has a count of the task of its own, as the second has.
+/// Puts a task on a stream: the bringing of its operands, and its end, which the stream waits for.
+/// The first has a count of the task of its own, as the second has.
 fn put(driver: Driver, stream: usize, task: &Arc<Task>) -> c_int {
     let given = || Arc::into_raw(Arc::clone(task)).cast_mut().cast();
     match (driver.put)(stream as *mut c_void, arrive, given()) {

@@ -1,5 +1,5 @@
-//! The state of a communicator, as plain data that its members share: who has joined, what they have come
-//! to, where operands lie.
+//! The state of a communicator, as plain data that its members share: who has joined, what they
+//! have come to, where operands lie.
 
 use super::shared::OPERANDS;
 use super::task::Part;
@@ -49,8 +49,8 @@ impl Call {
     }
 }
 
-/// A GPU: the host of its process, by the number of its network, and its place there. Network namespaces
-/// of one machine are hosts to tests.
+/// A GPU: the host of its process, by the number of its network, and its place there. Network
+/// namespaces of one machine are hosts to tests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Gpu {
     host: u64,
@@ -116,8 +116,8 @@ pub struct Message {
     pub place: u64,
 }
 
-/// A split of a communicator: by member what it asked for (color, key, GPU), and the communicators that
-/// were made when all had, by color.
+/// A split of a communicator: by member what it asked for (color, key, GPU), and the communicators
+/// that were made when all had, by color.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Split {
     pub asked: Vec<Option<(i32, i32, Gpu)>>,

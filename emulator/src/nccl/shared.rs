@@ -1,6 +1,6 @@
-//! Memory that the members of a communicator share, whether they are in one process or in several: a
-//! file without a name, which the system takes back when nobody has it open any more, however they
-//! ended.
+//! Memory that the members of a communicator share, whether they are in one process or in several:
+//! a file without a name, which the system takes back when nobody has it open any more, however
+//! they ended.
 //!
 //! ```text
 //!   0          version of the state
@@ -9,9 +9,9 @@
 //!   + 2 MiB    operands, at places that the state has
 //! ```
 //!
-//! A member opens the file by the number that it has in the process that made it. Only one changes the
-//! state at a time, by a lock of the file. Another lock, of a byte of its own, lasts as long as the
-//! member: so the others see when its process is gone.
+//! A member opens the file by the number that it has in the process that made it. Only one changes
+//! the state at a time, by a lock of the file. Another lock, of a byte of its own, lasts as long as
+//! the member: so the others see when its process is gone.
 
 #![allow(unsafe_code)] // calls of the system that the library of Rust has not
 
@@ -41,8 +41,8 @@ const REST: Duration = Duration::from_micros(20);
 #[derive(Debug)]
 pub struct Shared<T> {
     file: File,
-    /// The newest version that was read, and its state. Locks of the file are not between the threads
-    /// of a member, this one is.
+    /// The newest version that was read, and its state. Locks of the file are not between the
+    /// threads of a member, this one is.
     known: Mutex<(u64, Arc<T>)>,
 }
 

@@ -1,6 +1,6 @@
 //! The work of a call, as it stands in a member's stream: first it brings the operands
-//! ([`Task::arrive`]), and holds the stream up until all that it meets have brought theirs; then each
-//! member makes its own result ([`Task::run`]).
+//! ([`Task::arrive`]), and holds the stream up until all that it meets have brought theirs; then
+//! each member makes its own result ([`Task::run`]).
 
 #![allow(unsafe_code)] // copies between addresses that the driver has checked
 
@@ -16,7 +16,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 pub enum Part {
     /// A collective: its number, the call, addresses of operand and result.
     Collective(u64, Call, [u64; 2]),
-    /// A message: sender, receiver and number, whether this is its receiver, address, elements, type.
+    /// A message: sender, receiver and number, whether this is its receiver, address, elements,
+    /// type.
     Message((usize, usize, u64), bool, (u64, usize, Type)),
 }
 

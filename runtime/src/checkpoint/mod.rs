@@ -367,8 +367,8 @@ impl Checkpoint {
         Self::of_header(path, header, step)
     }
 
-    /// The tensors of a safetensors file, all f32, after so many steps: under their own names, whatever
-    /// these are. To write them in another form.
+    /// The tensors of a safetensors file, all f32, after so many steps: under their own names,
+    /// whatever these are. To write them in another form.
     pub fn of_weights(path: &Path, step: u64) -> Result<Self, RuntimeError> {
         Self::of_header(path, shard::Header::read(path)?, step)
     }

@@ -1,5 +1,5 @@
-//! Bytes that a process may be told by another one, for fuzzing: proofs of the token, introductions,
-//! messages.
+//! Bytes that a process may be told by another one, for fuzzing: proofs of the token,
+//! introductions, messages.
 
 use super::frame::{self, Head, Letter, Parts};
 use super::handshake::{self, HandshakeError, Token};
@@ -12,8 +12,8 @@ use ir::Rank;
 use std::io::{self, Cursor, Read, Write};
 use std::sync::Arc;
 
-/// The longest block that is made of an input: what a block's length says is address space alone, but
-/// many of them would be counted.
+/// The longest block that is made of an input: what a block's length says is address space alone,
+/// but many of them would be counted.
 const MOST: usize = 1 << 24;
 
 /// A connection that says some bytes, and hears nothing.
@@ -60,7 +60,8 @@ pub fn understood(bytes: &[u8]) -> usize {
     }
 }
 
-/// A message of a head's length, the head and a body, with their checksums, and the length of its block.
+/// A message of a head's length, the head and a body, with their checksums, and the length of its
+/// block.
 fn summed(bytes: &[u8]) -> (Vec<u8>, usize) {
     let (len, rest) = bytes.split_at(bytes.len().min(8));
     let n = len

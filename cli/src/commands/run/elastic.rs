@@ -87,8 +87,8 @@ pub struct SoFar {
     pub first: u64,
     /// The steps that are known to be done, by this part and those before it.
     pub done: u64,
-    /// The checkpoints that it wrote, with their steps, newest last: another run's in the same folder is
-    /// not what goes on.
+    /// The checkpoints that it wrote, with their steps, newest last: another run's in the same
+    /// folder is not what goes on.
     pub written: Vec<(PathBuf, u64)>,
     /// The checkpoint of what the ranks that are left had in memory, or why there is none.
     pub rescued: Option<Result<Rescued, String>>,
