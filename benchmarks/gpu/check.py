@@ -16,8 +16,12 @@ def main() -> None:
     command = [str(own.binary("device_check")), "--seconds", str(int(bench.args.seconds))]
     command += ["--quick"] if bench.quick else []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        for line in process.stdout:
-            bench.row(**json.loads(line))
+        try:
+            for line in process.stdout:
+                bench.row(**json.loads(line))
+        except BaseException:
+            process.kill()
+            raise
     if process.returncode != 0:
         raise SystemExit(f"device_check ended with exit code {process.returncode}.")
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import signal
 import statistics
 import subprocess
 import time
@@ -29,6 +31,8 @@ class Bench:
         parser.add_argument("--seconds", type=float, default=500.0, help="when to stop")
         options(parser)
         self.args = parser.parse_args()
+        # A stage that is ended kills what it has started: what stays would take half of the GPU.
+        signal.signal(signal.SIGTERM, ended)
         self.quick: bool = self.args.quick
         self.on_gpu = self.args.device == "cuda"
         if self.on_gpu and not torch.cuda.is_available():
@@ -42,6 +46,10 @@ class Bench:
     def is_over(self) -> bool:
         """Whether the time is up."""
         return time.monotonic() > self.until
+
+    def left(self) -> float:
+        """Seconds until then, and not less than five."""
+        return max(5.0, self.until - time.monotonic())
 
     def row(self, **fields: object) -> None:
         """Writes a row at once, so that nothing is lost if a stage is cut off."""
@@ -87,6 +95,22 @@ class Bench:
             pairs.append((begin, end))
         torch.cuda.synchronize()
         return [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
+
+
+def ended(*_: object) -> None:
+    """Ends the stage as an error does, so that `finally` and `with` do their work."""
+    raise SystemExit("The stage was ended.")
+
+
+def others() -> list[int]:
+    """Processes that use the GPU beside this one, as far as the driver says."""
+    command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    found = [int(line) for line in done.stdout.split() if line.isdigit()]
+    return [pid for pid in found if pid != os.getpid()]
 
 
 def seconds_of(work: Callable[[], object]) -> float:

@@ -63,7 +63,8 @@ def main() -> None:
         out.append("## Several ranks on one GPU against one\n")
         out += table(["precision", "ranks", "plan", "fabric", "verdict", "largest difference",
                       "error"],
-                     [[r["precision"], r["ranks"], " ".join(r.get("pins", [])),
+                     [[r["precision"], r["ranks"],
+                       " ".join(r.get("pins", [])) + (", one killed" if r.get("killed") else ""),
                        r.get("fabric", ""), verdict(r), number(r.get("difference")),
                        r.get("error", "")[:200]] for r in found])
     if found := rows(folder, "throughput"):

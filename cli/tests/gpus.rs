@@ -138,7 +138,56 @@ fn ranks_with_a_gpu_each_meet_by_nccl() {
     done.says(&[
         "several ranks share a GPU",
         "set NCCL_MULTI_RANK_GPU_ENABLE=1",
+        "CUDA_DEVICE_MAX_CONNECTIONS=32",
     ]);
+}
+
+/// Ranks that wait for each other on one GPU, where the driver may wait for whichever was first, and
+/// connections are shared by streams: two communicators of ZeRO-3 are at work at once.
+#[test]
+fn ranks_on_one_gpu_meet_by_nccl() {
+    let Some(folder) = support::emulator() else {
+        return;
+    };
+    let place = Place::with_plan();
+    let with = |pins: &[&str]| {
+        let compile = [
+            "compile",
+            "config.json",
+            "--cluster",
+            "cpu-default",
+            "--ranks",
+            "4",
+        ];
+        let pins: Vec<&str> = pins.iter().flat_map(|pin| ["--pin", pin]).collect();
+        let size = ["--global-batch", "4", "-o", "plan.json"];
+        place.run(&[&compile[..], &size, &pins].concat()).expect(0);
+    };
+    let library = ("LD_LIBRARY_PATH", &*folder.to_string_lossy());
+    let sharing = [
+        library,
+        ("NCCL_MULTI_RANK_GPU_ENABLE", "1"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "32"),
+    ];
+    for pins in [
+        &["data=4", "zero=3"][..],
+        &["pipeline=2", "data=1", "tensor=2"],
+    ] {
+        with(pins);
+        let losses = [("host", &sharing[..1]), ("nccl", &sharing)].map(|(fabric, variables)| {
+            let run = [&arguments()[..], &["--fabric", fabric]].concat();
+            place.run_with(&run, variables).expect(0);
+            let run: serde_json::Value =
+                serde_json::from_slice(&place.read("run.json")).expect("run.json is JSON");
+            assert_eq!(run["executed_on"], "4 ranks on 1 x Emulated GPU");
+            let steps = run["steps"].as_array().expect("steps").iter();
+            steps.filter_map(|s| s["loss"].as_f64()).collect::<Vec<_>>()
+        });
+        assert_eq!(losses[0].len(), 3);
+        for (a, b) in losses[0].iter().zip(&losses[1]) {
+            assert!((a - b).abs() < 1e-5 * b, "{pins:?}: {a} against {b}");
+        }
+    }
 }
 
 #[test]

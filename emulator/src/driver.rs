@@ -57,7 +57,9 @@ fn gpu() -> &'static Gpu {
     static GPU: OnceLock<Gpu> = OnceLock::new();
     GPU.get_or_init(|| {
         let seed = std::env::var("MESHWRIGHT_EMULATOR_SEED").ok();
+        let connections = std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").ok();
         Gpu::new(seed.and_then(|s| s.parse().ok()).unwrap_or(0))
+            .with_connections(connections.as_deref())
     })
 }
 
@@ -73,6 +75,18 @@ fn sound() -> Result<(), Status> {
     match gpu().error() {
         Some(_) => Err(ILLEGAL_ADDRESS),
         None => Ok(()),
+    }
+}
+
+/// What the driver may wait for the whole GPU to do is an error while another rank's collective waits
+/// there: it may wait for this very thread. `$MESHWRIGHT_EMULATOR_LOADS` may say `anytime`.
+fn free_to(what: &str) {
+    static ANYTIME: OnceLock<bool> = OnceLock::new();
+    let says_so = || std::env::var("MESHWRIGHT_EMULATOR_LOADS").is_ok_and(|v| v == "anytime");
+    if !ANYTIME.get_or_init(says_so) && gpu().is_held_up(current()) {
+        gpu().fail(format!(
+            "{what} while a collective of another rank waits on this GPU: the driver may wait for it"
+        ));
     }
 }
 
@@ -340,6 +354,7 @@ pub unsafe extern "C" fn cuEventElapsedTime(
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemAlloc_v2(at: *mut u64, bytes: usize) -> Status {
+    free_to("memory is allocated");
     if bytes == 0 {
         return INVALID_VALUE;
     }
@@ -353,6 +368,7 @@ pub unsafe extern "C" fn cuMemAlloc_v2(at: *mut u64, bytes: usize) -> Status {
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemFree_v2(at: u64) -> Status {
+    free_to("memory is freed");
     // As the driver does: after all work.
     let _ = gpu().finish_device(current());
     match gpu().memory(|m| m.free(at)) {
@@ -366,6 +382,7 @@ const HEAD: usize = 64;
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemHostAlloc(at: *mut *mut c_void, bytes: usize, _: c_uint) -> Status {
+    free_to("memory of the host is pinned");
     // SAFETY: a plain allocation; the head is aligned and ours.
     unsafe {
         let block = libc::malloc(bytes.saturating_add(HEAD)).cast::<u8>();
@@ -379,6 +396,7 @@ pub unsafe extern "C" fn cuMemHostAlloc(at: *mut *mut c_void, bytes: usize, _: c
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemFreeHost(at: *mut c_void) -> Status {
+    free_to("pinned memory of the host is freed");
     let _ = gpu().finish_device(current());
     if at.is_null() {
         return INVALID_VALUE;
@@ -475,6 +493,7 @@ struct Module {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuModuleLoadData(to: *mut *mut c_void, image: *const c_void) -> Status {
+    free_to("a module is loaded");
     if image.is_null() {
         return INVALID_VALUE;
     }
@@ -509,6 +528,7 @@ pub unsafe extern "C" fn cuModuleLoadData(to: *mut *mut c_void, image: *const c_
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuModuleUnload(module: *mut c_void) -> Status {
+    free_to("a module is unloaded");
     let _ = gpu().finish_device(current());
     if module.is_null() {
         return INVALID_HANDLE;
@@ -527,6 +547,7 @@ pub unsafe extern "C" fn cuModuleGetFunction(
     module: *mut c_void,
     name: *const c_char,
 ) -> Status {
+    free_to("a kernel is loaded");
     // SAFETY: the caller's module and name.
     unsafe {
         let Some(module) = module.cast::<Module>().as_ref() else {

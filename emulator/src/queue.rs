@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
 /// An event: how often it was recorded, and how many of these records are over.
@@ -48,6 +49,11 @@ pub type Ready = extern "C" fn(*mut c_void) -> c_int;
 /// processes wake nobody.
 const PATIENCE: Duration = Duration::from_millis(1);
 
+/// Connections of the host to a GPU unless `CUDA_DEVICE_MAX_CONNECTIONS` says another number.
+const CONNECTIONS: usize = 8;
+/// The most that it can say.
+const MOST_CONNECTIONS: usize = 32;
+
 /// An item of a stream.
 #[derive(Debug)]
 pub enum Op {
@@ -71,7 +77,12 @@ pub enum Op {
 struct Stream {
     /// The GPU that it is of.
     device: usize,
-    ops: VecDeque<Op>,
+    /// Its connection there, which other streams may have too.
+    connection: usize,
+    /// The host thread that gave it something last.
+    by: Option<ThreadId>,
+    /// What it was given, numbered over all streams.
+    ops: VecDeque<(u64, Op)>,
     /// Whether a host thread does its head's work.
     is_busy: bool,
 }
@@ -87,6 +98,7 @@ struct State {
     memory: Memory,
     streams: BTreeMap<u64, Stream>,
     next_stream: u64,
+    next_op: u64,
     random: u64,
     last: Option<u64>,
     /// The first error; it stays.
@@ -99,6 +111,7 @@ pub struct Gpu {
     state: Mutex<State>,
     went_on: Condvar,
     began: Instant,
+    connections: usize,
 }
 
 impl Gpu {
@@ -114,6 +127,17 @@ impl Gpu {
             state: Mutex::new(state),
             went_on: Condvar::new(),
             began: Instant::now(),
+            connections: CONNECTIONS,
+        }
+    }
+
+    /// The same with so many connections for the streams of each GPU, as the variable says that the
+    /// driver reads.
+    pub fn with_connections(self, said: Option<&str>) -> Self {
+        let n = said.and_then(|n| n.parse().ok());
+        Gpu {
+            connections: n.map_or(CONNECTIONS, |n: usize| n.clamp(1, MOST_CONNECTIONS)),
+            ..self
         }
     }
 
@@ -133,6 +157,7 @@ impl Gpu {
         state.next_stream += 1;
         let stream = Stream {
             device,
+            connection: id as usize % self.connections,
             ..Stream::default()
         };
         state.streams.insert(id, stream);
@@ -148,9 +173,12 @@ impl Gpu {
     /// Puts an op on a stream; false where there is none.
     pub fn put(&self, stream: u64, op: Op) -> bool {
         let mut state = self.lock();
+        let number = state.next_op;
+        state.next_op += 1;
         match state.streams.get_mut(&stream) {
             Some(stream) => {
-                stream.ops.push_back(op);
+                stream.by = Some(std::thread::current().id());
+                stream.ops.push_back((number, op));
                 // Somebody may wait for what it meets.
                 self.went_on.notify_all();
                 true
@@ -194,6 +222,21 @@ impl Gpu {
         }
     }
 
+    /// Whether a GPU is busy with work of another host thread's that waits for others. This thread may
+    /// be one of them, so it may not have the GPU load, allocate or free anything.
+    pub fn is_held_up(&self, device: usize) -> bool {
+        let state = self.lock();
+        let waits = |s: &Stream| match s.ops.front() {
+            Some((_, Op::Meet(ready, _, given))) => ready(*given as *mut c_void) == 0,
+            _ => false,
+        };
+        let firsts = firsts(&state);
+        let me = Some(std::thread::current().id());
+        let theirs = |s: &&Stream| s.device == device && s.by != me;
+        let mut of = state.streams.values().filter(theirs);
+        state.error.is_none() && of.any(|s| !is_behind(s, &firsts) && waits(s))
+    }
+
     /// Has those who wait for streams that meet look again.
     pub fn wake(&self) {
         self.went_on.notify_all();
@@ -230,7 +273,7 @@ impl Gpu {
             if went_on {
                 continue;
             }
-            let meets = |s: &Stream| matches!(s.ops.front(), Some(Op::Meet(..)));
+            let meets = |s: &Stream| matches!(s.ops.front(), Some((_, Op::Meet(..))));
             if state.streams.values().any(|s| s.is_busy || meets(s)) {
                 let woken = self.went_on.wait_timeout(state, PATIENCE);
                 state = woken.unwrap_or_else(PoisonError::into_inner).0;
@@ -248,7 +291,7 @@ impl Gpu {
         let Some(id) = pick(&mut state) else {
             return (false, state);
         };
-        let Some(op) = state.streams.get_mut(&id).and_then(|s| {
+        let Some((_, op)) = state.streams.get_mut(&id).and_then(|s| {
             s.is_busy = true;
             s.ops.pop_front()
         }) else {
@@ -326,16 +369,49 @@ impl Gpu {
     }
 }
 
+/// The first thing on each connection of each GPU that has not begun. The GPU takes what comes through
+/// a connection in order, whichever stream it is of: what waits for an event holds up what follows,
+/// also of other streams. Work that has begun, such as a collective that waits for others, does not.
+fn firsts(state: &State) -> BTreeMap<(usize, usize), u64> {
+    let mut firsts = BTreeMap::new();
+    for stream in state.streams.values() {
+        // A head that meets has begun, if nothing is before it; what follows it has not.
+        let first = match stream.ops.front() {
+            Some((_, Op::Meet(..))) => stream.ops.get(1),
+            head => head,
+        };
+        if let Some((number, _)) = first {
+            let known = firsts
+                .entry((stream.device, stream.connection))
+                .or_insert(*number);
+            *known = (*known).min(*number);
+        }
+    }
+    firsts
+}
+
+/// Whether something else is to begin before a stream's head.
+fn is_behind(stream: &Stream, firsts: &BTreeMap<(usize, usize), u64>) -> bool {
+    let first = firsts.get(&(stream.device, stream.connection));
+    let head = stream.ops.front();
+    head.zip(first)
+        .is_some_and(|((number, _), first)| first < number)
+}
+
 /// A stream whose head can go on: as often as not the last one again, so that one may be far ahead
 /// of the others, else any.
 fn pick(state: &mut State) -> Option<u64> {
+    let firsts = firsts(state);
     let can = |s: &Stream| {
+        if s.is_busy || is_behind(s, &firsts) {
+            return false;
+        }
         let is_over = |op: &Op| match op {
             Op::Wait(event, number) => event.over.load(Ordering::SeqCst) >= *number,
             Op::Meet(ready, _, given) => ready(*given as *mut c_void) != 0,
             _ => true,
         };
-        !s.is_busy && s.ops.front().is_some_and(is_over)
+        s.ops.front().is_some_and(|(_, op)| is_over(op))
     };
     let all = state.streams.iter().filter(|(_, s)| can(s));
     let all: Vec<u64> = all.map(|(id, _)| *id).collect();
@@ -380,6 +456,44 @@ mod tests {
         };
         assert!((0..20).all(|seed| copied(seed, true) == 7));
         assert!((0..20).any(|seed| copied(seed, false) == 0xff));
+    }
+
+    /// A stream that waits holds up what comes after it through the same connection, of any stream.
+    #[test]
+    fn streams_share_connections() {
+        let is_done = |connections| {
+            let gpu = Gpu::new(1).with_connections(Some(connections));
+            let (first, second) = (gpu.open(0), gpu.open(0));
+            let at = gpu.memory(|m| m.allocate(8)).expect("there is memory");
+            let event = Arc::new(Event::default());
+            event.recorded.store(1, Ordering::SeqCst);
+            gpu.wait(first, &event);
+            assert!(gpu.put(second, Op::Fill(at, 7, 8)));
+            gpu.finish(second).is_ok()
+        };
+        assert!(is_done("2"));
+        assert!(!is_done("1"));
+    }
+
+    /// Work that waits for others holds up whoever else asks the GPU for something, not the thread
+    /// whose work it is.
+    #[test]
+    fn others_are_held_up_by_what_waits() {
+        extern "C" fn never(_: *mut c_void) -> c_int {
+            0
+        }
+        extern "C" fn nothing(_: *mut c_void) -> *const c_char {
+            std::ptr::null()
+        }
+        let gpu = Gpu::new(1);
+        let stream = gpu.open(0);
+        let asked = |device| {
+            let is_held_up = || gpu.is_held_up(device);
+            std::thread::scope(|s| s.spawn(is_held_up).join().expect("it says"))
+        };
+        assert!(!asked(0));
+        assert!(gpu.put(stream, Op::Meet(never, nothing, 0)));
+        assert!(asked(0) && !asked(1) && !gpu.is_held_up(0));
     }
 
     #[test]

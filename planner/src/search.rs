@@ -19,6 +19,7 @@ use ir::{Graph, LogicalMesh, Task, TrainSpec, ValueId};
 use pipelines::{Bounded, Pipeline, Solved, ToBeat, nearer};
 use ranking::{Best, Known, Made};
 use request::{boundary, in_zigzag_order, odd_length, sequences, with_updates};
+use reserves::Reserves;
 pub(crate) use scale::MEMORY_PRICES;
 use shapes::{Shape, Submesh, submeshes};
 use std::sync::Mutex;
@@ -40,6 +41,7 @@ mod orders;
 mod pipelines;
 mod ranking;
 mod request;
+mod reserves;
 mod scale;
 mod shapes;
 mod shared;
@@ -47,8 +49,9 @@ mod simple;
 mod tables;
 mod variants;
 
-/// Times that a plan is made again because its buffers overran the budget.
-const RETRIES: usize = 4;
+/// Times that a plan is made because the buffers of the one before overran the budget, or because
+/// too many bytes were reserved for them.
+const RETRIES: usize = 7;
 /// Largest number of layers that the DP slices one by one.
 pub(crate) const MAX_LAYERS: usize = 400;
 
@@ -236,9 +239,10 @@ fn plan_order(
             options.tolerance
         )));
     }
-    let mut reserve = 0u64;
+    let mut reserves = Reserves::default();
     let mut found = None;
     for _ in 0..RETRIES {
+        let reserve = reserves.next;
         // Only the last attempt counts.
         (stats.candidates, stats.simulated) = (0, 0);
         stats.alternatives.clear();
@@ -246,7 +250,15 @@ fn plan_order(
         search
             .has_found
             .store(to_beat.is_finite(), Ordering::Relaxed);
-        let (pipelines, lower_bound) = search.pipelines(&batches, schedule, reserve, &mut stats)?;
+        let (pipelines, lower_bound) =
+            match search.pipelines(&batches, schedule, reserve, &mut stats) {
+                Ok(solved) => solved,
+                Err(PlanError::Memory { .. }) if reserve > 0 => match reserves.leave_nothing() {
+                    true => continue,
+                    false => break,
+                },
+                Err(e) => return Err(e),
+            };
         let known = Known {
             lower_bound,
             schedule,
@@ -260,9 +272,9 @@ fn plan_order(
                 break;
             }
             Made::Overrun(bytes) => {
-                // At least twice as much as before: other choices fill other buckets.
-                let more = bytes.saturating_add(bytes / 16).max(reserve);
-                reserve = reserve.saturating_add(more)
+                if !reserves.overran(bytes) {
+                    break;
+                }
             }
         }
     }
@@ -273,7 +285,9 @@ fn plan_order(
         training,
         program,
         simulation,
-    } = found.ok_or(PlanError::Overrun { bytes: reserve })?;
+    } = found.ok_or(PlanError::Overrun {
+        bytes: reserves.most(),
+    })?;
     crate::offload::check_room(pins, cluster, &program)?;
     let mut axes = plan.stages.iter().flat_map(|s| &s.mesh.axes);
     if pins.zero.is_some_and(|z| z > 0)

@@ -211,6 +211,12 @@ pub trait Device: Send {
     fn record(&mut self, stream: StreamId) -> Result<Self::Event, RuntimeError>;
     /// Holds back what the stream is given from now on until the event is over.
     fn wait(&mut self, stream: StreamId, event: &Self::Event) -> Result<(), RuntimeError>;
+    /// Begins or ends a rehearsal. What is done in one comes to nothing: arenas are zeros when it
+    /// ends. But the kernels, and the memory beside the arenas, that the same work takes later are
+    /// there then.
+    fn rehearse(&mut self, _begins: bool) -> Result<(), RuntimeError> {
+        Ok(())
+    }
     /// Waits until all streams are done.
     fn finish(&mut self) -> Result<(), RuntimeError>;
     /// The moment at which all that the stream has been given is done.

@@ -100,6 +100,8 @@ pub(crate) struct RankState<D: Device, F: Fabric<D>> {
     /// Where the norm of the gradient is computed, if a step can be given up there.
     norm: Option<(TemplateId, usize)>,
     standing: Standing,
+    /// Whether it plays alone, and what it computes comes to nothing.
+    rehearses: bool,
 }
 
 /// The step that a rank's states are of.
@@ -192,6 +194,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
         Ok(RankState {
             norm,
             standing: Standing::default(),
+            rehearses: false,
             role,
             scripts,
             device,
@@ -256,6 +259,35 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
     /// Ends the run of all ranks.
     pub fn abort(&self, reason: &str) {
         self.fabric.abort(reason);
+    }
+
+    /// Plays everything once without the others, before there are states: where other ranks have
+    /// the device too, it must not have to load or allocate anything while their calls wait.
+    pub fn rehearse(&mut self) -> Result<(), RuntimeError> {
+        if self.device.is_synchronous() || !self.fabric.holds_up_others() {
+            return Ok(());
+        }
+        let (record, standing) = (self.record.take(), self.standing);
+        self.rehearses = true;
+        self.device.rehearse(true)?;
+        // Profiled steps launch one by one what other steps launch together.
+        for (training, profile) in [(true, false), (true, true), (false, false)] {
+            let play = Play {
+                samples: Samples::Given(Arc::default()),
+                step: 0,
+                lr: 0.0,
+                training,
+                profile,
+                looks: false,
+            };
+            let mut spans = profile.then(Vec::new);
+            self.play_list(&play, &mut spans, &mut Watch::default())?;
+            self.device.finish()?;
+        }
+        self.device.rehearse(false)?;
+        self.rehearses = false;
+        (self.record, self.standing) = (record, standing);
+        Ok(())
     }
 
     /// Plays one step, or a validation.
@@ -404,7 +436,11 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
     ) -> Result<(), RuntimeError> {
         self.await_events(step, events)?;
         self.standing.before(step);
-        if let Some(ticket) = self.begin(role, step, play)? {
+        let ticket = self.begin(role, step, play)?;
+        if self.rehearses {
+            self.called(role, step, 0)?;
+        }
+        if let Some(ticket) = ticket {
             let since = Instant::now();
             let bytes = self.fabric.pass(&mut self.device, ticket)?;
             self.waited_s += since.elapsed().as_secs_f64();
@@ -691,6 +727,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
                     _ => Err(RuntimeError::Batch("the run has no data".into())),
                 };
                 device.write(stream, at(output), &mut |out| match &play.samples {
+                    _ if self.rehearses => Ok(()),
                     Samples::Given(all) => load(*kind, local, first, &mut given(all), out),
                     Samples::Of(_) => load(*kind, local, first, &mut of_run, out),
                 })?;
@@ -701,14 +738,14 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
                     inputs: items.iter().map(|i| at(&i.input)).collect(),
                     outputs: items.iter().map(|i| at(&i.output)).collect(),
                 };
-                return self.call(step, places).map(Some);
+                return self.call(step, places);
             }
             InstrKind::Exchange { sends, recvs } => {
                 let places = Places {
                     inputs: sends.iter().map(|s| at(&s.1)).collect(),
                     outputs: recvs.iter().map(|r| at(&r.1)).collect(),
                 };
-                return self.call(step, places).map(Some);
+                return self.call(step, places);
             }
             InstrKind::WorldSum { inputs, output } => {
                 let whole = at(output);
@@ -747,7 +784,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
                     inputs: vec![at(output)],
                     outputs: vec![at(output)],
                 };
-                return self.call(step, places).map(Some);
+                return self.call(step, places);
             }
         };
         let held = self.fabric.held_bytes();
@@ -755,12 +792,18 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
         Ok(None)
     }
 
-    /// Begins the call of an instruction.
-    fn call(&mut self, step: &Step, places: Places) -> Result<F::Ticket, RuntimeError> {
+    /// Begins the call of an instruction, unless it plays alone.
+    fn call(&mut self, step: &Step, places: Places) -> Result<Option<F::Ticket>, RuntimeError> {
         let call = self.calls[step.template.index()][step.instruction].as_ref();
         let call = call.ok_or_else(|| RuntimeError::Program("it calls nobody".into()))?;
+        if self.rehearses {
+            let device = &mut self.device;
+            self.fabric.rehearse(device, step.stream, call, &places)?;
+            return Ok(None);
+        }
         self.fabric
             .begin(&mut self.device, step.stream, call, places)
+            .map(Some)
     }
 }
 

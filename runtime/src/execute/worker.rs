@@ -63,7 +63,7 @@ impl Crew {
         mut answers: impl FnMut(Rank) -> Answers,
     ) -> Result<Self, RuntimeError> {
         let mut scripts: BTreeMap<usize, Scripts> = BTreeMap::new();
-        let mut threads = BTreeMap::new();
+        let mut states = Vec::with_capacity(ranks.len());
         for &(rank, role) in ranks {
             let scripts = match scripts.get(&role) {
                 Some(known) => known.clone(),
@@ -75,8 +75,21 @@ impl Crew {
             };
             let (program, parts) = (Arc::clone(program), open(rank, role)?);
             let state = RankState::new(program, role, scripts, parts, options.clone())?;
-            threads.insert(rank, start(state, answers(rank)));
+            states.push(state);
         }
+        std::thread::scope(|scope| {
+            let begin = |s| scope.spawn(|| RankState::rehearse(s));
+            let all: Vec<_> = states.iter_mut().map(begin).collect();
+            all.into_iter().try_for_each(|thread| {
+                let panicked = |_| Err(RuntimeError::Ended("a rehearsal".into()));
+                thread.join().unwrap_or_else(panicked)
+            })
+        })?;
+        let thread = |state: RankState<D, F>| {
+            let rank = state.rank();
+            (rank, start(state, answers(rank)))
+        };
+        let threads = states.into_iter().map(thread).collect();
         Ok(Crew { threads })
     }
     /// Asks a rank.

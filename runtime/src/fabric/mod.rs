@@ -209,6 +209,23 @@ pub trait Fabric<D: Device>: Send {
     fn pass(&mut self, device: &mut D, ticket: Self::Ticket) -> Result<u64, RuntimeError> {
         self.wait(device, ticket)
     }
+    /// Whether calls that were left to streams keep a device busy that other ranks have too. It may
+    /// wait for them when it is asked for memory, or for a kernel that it has not loaded. If another
+    /// rank asks, which has still to come to the call, both wait for ever.
+    fn holds_up_others(&self) -> bool {
+        false
+    }
+    /// Does the part of a call that is this rank's device's alone, in a rehearsal: see
+    /// [`Device::rehearse`].
+    fn rehearse(
+        &mut self,
+        _: &mut D,
+        _: StreamId,
+        _: &Call,
+        _: &Places,
+    ) -> Result<(), RuntimeError> {
+        Ok(())
+    }
     /// Makes ready what takes long, before the first step: all ranks come to it.
     fn prepare(&mut self, _: &mut D) -> Result<(), RuntimeError> {
         Ok(())

@@ -52,7 +52,10 @@ pub(super) fn chosen(
         Some(FabricArg::Nccl) => Ok(by_nccl(found()?)),
         None => found().map(by_nccl).or_else(|problem| {
             let help = match shares && nccl::found().is_ok() {
-                true => format!("; {}=1 in the environment lets NCCL 2.30 try", nccl::SHARED),
+                true => {
+                    let [shared, connections] = nccl::SHARING.map(|(n, v)| format!("{n}={v}"));
+                    format!("; {shared} and {connections} in the environment let NCCL 2.30 try")
+                }
                 false => String::new(),
             };
             crate::say(format_args!(

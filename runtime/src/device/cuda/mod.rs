@@ -67,6 +67,8 @@ pub struct Cuda {
     products: Option<Products>,
     /// Bytes of the GPU's memory that tables of joined works take.
     kept_bytes: u64,
+    /// Whether memory that steps take is only being laid in.
+    rehearses: bool,
 }
 
 /// A stream, and its memory for what lies between kernels.
@@ -243,11 +245,7 @@ impl Cuda {
         let device = Block::new(&gpu.context, device)?;
         let products = Products::open(matmuls);
         let host = Pinned::new(&gpu.context, host)?;
-        // SAFETY: the block has the bytes.
-        let zeros = unsafe { result::memset_d8_async(device.at, 0, device.len, own.cu_stream()) };
-        let done = zeros.and_then(|()| own.synchronize());
-        done.map_err(|e| failed("the arena", e))?;
-        Ok(Cuda {
+        let mut cuda = Cuda {
             gpu,
             device,
             host,
@@ -256,7 +254,28 @@ impl Cuda {
             functions: HashMap::new(),
             products,
             kept_bytes: 0,
-        })
+            rehearses: false,
+        };
+        cuda.clear_arenas()?;
+        Ok(cuda)
+    }
+
+    /// Makes both arenas zeros. No stream works on them.
+    fn clear_arenas(&mut self) -> Result<(), RuntimeError> {
+        self.bind()?;
+        let (at, len, own) = (self.device.at, self.device.len, &self.own);
+        // SAFETY: the block has the bytes.
+        let zeros = unsafe { result::memset_d8_async(at, 0, len, own.cu_stream()) };
+        let done = zeros.and_then(|()| own.synchronize());
+        done.map_err(|e| failed("the arena", e))?;
+        let whole = Place {
+            space: Space::Host,
+            start: 0,
+            len: self.host.len,
+        };
+        // SAFETY: no stream works on the block.
+        unsafe { self.host.bytes_mut(whole) }.fill(0);
+        Ok(())
     }
 
     /// Compiles the kernels that a role's program calls, many at once, so that its first step does
@@ -409,11 +428,13 @@ impl Cuda {
         len: usize,
         write: &mut dyn FnMut(&mut [u8]) -> Result<(), RuntimeError>,
     ) -> Result<(), RuntimeError> {
-        let context = Arc::clone(&self.gpu.context);
+        let (context, rehearses) = (Arc::clone(&self.gpu.context), self.rehearses);
         let lane = self.lane(stream)?;
-        // A block whose copy is done, else one more: as many as copies that are on their way.
+        // A block whose copy is done, else one more: as many as copies that are on their way. In a
+        // rehearsal every copy has its own, as in a step all of them may be on their way.
         let mut block = None;
-        for (i, (pinned, copied)) in lane.written.iter().enumerate() {
+        let written = if rehearses { &[][..] } else { &lane.written };
+        for (i, (pinned, copied)) in written.iter().enumerate() {
             if pinned.len >= len && is_over(copied)? {
                 block = Some(i);
                 break;
@@ -764,6 +785,17 @@ impl Device for Cuda {
     fn wait(&mut self, stream: StreamId, event: &CudaEvent) -> Result<(), RuntimeError> {
         let on = &self.lane(stream)?.stream;
         on.wait(event).map_err(|e| failed("an event", e))
+    }
+
+    fn rehearse(&mut self, begins: bool) -> Result<(), RuntimeError> {
+        self.rehearses = begins;
+        match begins {
+            true => Ok(()),
+            false => {
+                self.finish()?;
+                self.clear_arenas()
+            }
+        }
     }
 
     fn finish(&mut self) -> Result<(), RuntimeError> {

@@ -47,6 +47,16 @@ pub(crate) fn files_of(name: &str) -> Vec<PathBuf> {
     folders().iter().flat_map(|f| files(f, name)).collect()
 }
 
+/// Files of a library in the folders that `LD_LIBRARY_PATH` names. The loader looks for one name in
+/// all places before it looks for another, so that a file there under a longer name would come after
+/// one of the system's under a shorter name.
+pub(crate) fn named_files_of(name: &str) -> Vec<PathBuf> {
+    let named = std::env::var_os("LD_LIBRARY_PATH");
+    let folders = named.iter().flat_map(std::env::split_paths);
+    let absolute = folders.filter(|folder| folder.is_absolute());
+    absolute.flat_map(|f| files(&f, name)).collect()
+}
+
 /// Files of a library in a folder, by name and version, newest first.
 fn files(folder: &Path, name: &str) -> Vec<PathBuf> {
     let Ok(entries) = folder.read_dir() else {

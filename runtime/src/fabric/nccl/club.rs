@@ -1,7 +1,7 @@
 //! The ranks of a process that meet by NCCL, and which communicators a program needs.
 
 use super::comms::Comms;
-use super::library::{self, Library, SHARED};
+use super::library::{self, Library};
 use super::{Nccl, TRANSFERS};
 use crate::error::RuntimeError;
 use crate::fabric::WORLD;
@@ -9,11 +9,20 @@ use crate::fabric::threads::World;
 use ir::program::{InstrKind, Program};
 use ir::{AxisId, Rank};
 use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
 
 /// How often it is looked whether the run has failed.
 const LOOK: Duration = Duration::from_millis(20);
+/// A host that is in a call of the driver's says nothing. It may be there for as long as ranks wait for
+/// each other, and this longer.
+const GRACE: Duration = Duration::from_secs(10);
+/// The variable of the driver's that says how many connections streams share to a GPU. A
+/// connection's work begins in the order in which it came, whichever stream it is of, and so ranks on
+/// one GPU can hold each other up.
+const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+/// What has to be in the environment where several ranks have one GPU, the latter at its most.
+pub const SHARING: [(&str, &str); 2] = [("NCCL_MULTI_RANK_GPU_ENABLE", "1"), (CONNECTIONS, "32")];
 
 /// Communicators that are made together, by splitting that of all ranks: groups without a common
 /// rank, and their number.
@@ -33,7 +42,34 @@ pub struct Club {
     /// Whether several ranks have one GPU. A rank's work on it may then hold up another's, so
     /// nothing that meets is put on a stream before all its members have come.
     pub(super) shares_gpus: bool,
-    members: Mutex<Vec<Weak<Comms>>>,
+    members: Mutex<Vec<Member>>,
+}
+
+/// A rank, as the thread sees it that watches over all.
+struct Member {
+    rank: Rank,
+    comms: Weak<Comms>,
+    pulse: Arc<Pulse>,
+}
+
+/// When a rank's host was last seen in its step; not where it is in none.
+#[derive(Default)]
+pub(super) struct Pulse(Mutex<Option<Instant>>);
+
+impl Pulse {
+    pub fn beats(&self) {
+        *self.lock() = Some(Instant::now());
+    }
+    /// The step is over.
+    pub fn rests(&self) {
+        *self.lock() = None;
+    }
+    fn is_missed(&self, patience: Duration) -> bool {
+        self.lock().is_some_and(|last| last.elapsed() > patience)
+    }
+    fn lock(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// Names the NCCL that is here: `NCCL 2.30.0`. Fails where it is not found or too old.
@@ -48,8 +84,12 @@ pub fn check(shares_gpus: bool) -> Result<(), RuntimeError> {
     if !shares_gpus {
         return Ok(());
     }
+    let is_asked_for = SHARING
+        .iter()
+        .all(|(name, value)| std::env::var(name).is_ok_and(|v| v == *value));
+    let [shared, connections] = SHARING.map(|(name, value)| format!("{name}={value}"));
     let problem = match library.can_share_gpus() {
-        true if std::env::var(SHARED).is_ok_and(|v| v == "1") => return Ok(()),
+        true if is_asked_for => return Ok(()),
         true => format!(
             "several ranks share a GPU, which NCCL {} can have as a test",
             library.version()
@@ -60,8 +100,10 @@ pub fn check(shares_gpus: bool) -> Result<(), RuntimeError> {
         ),
     };
     let way_out = match library.can_share_gpus() {
-        true => format!("set {SHARED}=1, or leave --fabric to be chosen"),
-        false => format!("install NCCL 2.30 or later and set {SHARED}=1, or use --fabric host"),
+        true => format!("set {shared} and {connections}, or leave --fabric to be chosen"),
+        false => format!(
+            "install NCCL 2.30 or later and set {shared} and {connections}, or use --fabric host"
+        ),
     };
     Err(RuntimeError::NoDevice { problem, way_out })
 }
@@ -97,22 +139,36 @@ impl Club {
     /// The place of a rank of this process. Take it once per rank.
     pub fn member(self: &Arc<Self>, rank: Rank) -> Result<Nccl, RuntimeError> {
         let comms = Arc::new(Comms::new(self.library));
+        let pulse = Arc::new(Pulse::default());
         let mut members = self.members.lock().unwrap_or_else(PoisonError::into_inner);
-        members.push(Arc::downgrade(&comms));
+        members.push(Member {
+            rank,
+            comms: Arc::downgrade(&comms),
+            pulse: Arc::clone(&pulse),
+        });
         drop(members);
-        Nccl::new(Arc::clone(self), comms, rank)
+        Nccl::new(Arc::clone(self), comms, pulse, rank)
     }
 }
 
 /// Ends the communicators of this process when the run has failed: a rank that waits for its GPU,
-/// which waits for a rank that will not come, goes on then.
+/// which waits for a rank that will not come, goes on then. A host that does not come back from the
+/// driver is such a failure.
 fn watch(club: &Weak<Club>) {
     while let Some(club) = club.upgrade() {
-        if club.world.has_failed() {
-            let members = club.members.lock().unwrap_or_else(PoisonError::into_inner);
-            let members: Vec<_> = members.iter().filter_map(Weak::upgrade).collect();
-            members.iter().for_each(|comms| comms.abort());
+        let members = club.members.lock().unwrap_or_else(PoisonError::into_inner);
+        let patience = club.world.timeout.saturating_mul(2).saturating_add(GRACE);
+        let living = members.iter().filter(|m| m.comms.strong_count() > 0);
+        if let Some(lost) = living.clone().find(|m| m.pulse.is_missed(patience)) {
+            let seconds = patience.as_secs();
+            let reason = format!("its host has not come back from the driver for {seconds} s");
+            club.world.abort(lost.rank, &reason);
         }
+        if club.world.has_failed() {
+            let all: Vec<_> = living.filter_map(|m| m.comms.upgrade()).collect();
+            all.iter().for_each(|comms| comms.abort());
+        }
+        drop(members);
         drop(club);
         std::thread::sleep(LOOK);
     }

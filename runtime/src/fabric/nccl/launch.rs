@@ -8,7 +8,7 @@ use crate::arena::Bytes;
 use crate::device::{Cuda, Place};
 use crate::error::RuntimeError;
 use crate::fabric::threads::{Arrived, Endpoint, Meeting};
-use crate::fabric::{Call, CallKind, Collective};
+use crate::fabric::{Call, CallKind, Collective, Places};
 use ir::collective::CollectiveKind;
 use ir::{Rank, StreamId};
 use std::ops::Range;
@@ -108,12 +108,8 @@ impl Nccl {
         Ok(true)
     }
 
-    /// Gives a call to the library.
-    pub(super) fn launch(
-        &mut self,
-        device: &mut Cuda,
-        ticket: &mut Ticket,
-    ) -> Result<(), RuntimeError> {
+    /// What a call is made of: moves on this GPU, and the library's calls.
+    fn plan(&self, device: &Cuda, call: &Call, places: &Places) -> Result<Plan, RuntimeError> {
         let spans = |places: &[Place]| {
             let span = |p: &Place| device.address(*p).map(|at| at..at + p.len as u64);
             places
@@ -121,22 +117,44 @@ impl Nccl {
                 .map(span)
                 .collect::<Result<Vec<Range<u64>>, _>>()
         };
-        let (inputs, outputs) = (
-            spans(&ticket.places.inputs)?,
-            spans(&ticket.places.outputs)?,
-        );
+        let (inputs, outputs) = (spans(&places.inputs)?, spans(&places.outputs)?);
         let at = (&inputs[..], &outputs[..]);
-        let plan = match &ticket.call.kind {
-            CallKind::Collective(of) => Plan::collective(of, self.table.place_in(&of.group)?, at)?,
+        match &call.kind {
+            CallKind::Collective(of) => Plan::collective(of, self.table.place_in(&of.group)?, at),
             CallKind::Exchange(of) => {
                 let everyone = &self.root.0;
                 let number = |rank: Rank| {
                     let place = everyone.iter().position(|r| *r == rank);
                     place.ok_or_else(|| RuntimeError::Program(format!("there is no {rank}")))
                 };
-                Plan::exchange(of, number, at)?
+                Plan::exchange(of, number, at)
             }
+        }
+    }
+
+    /// The moves of a call, without what the library would do between them.
+    pub(super) fn rehearses(
+        &self,
+        device: &mut Cuda,
+        stream: StreamId,
+        (call, places): (&Call, &Places),
+    ) -> Result<(), RuntimeError> {
+        let plan = self.plan(device, call, places)?;
+        let staging = match plan.staged {
+            0 => 0,
+            bytes => device.staging(stream, bytes)?,
         };
+        let mut moves = plan.before.into_iter().chain(plan.after);
+        moves.try_for_each(|step| make(device, stream, step, staging))
+    }
+
+    /// Gives a call to the library.
+    pub(super) fn launch(
+        &mut self,
+        device: &mut Cuda,
+        ticket: &mut Ticket,
+    ) -> Result<(), RuntimeError> {
+        let plan = self.plan(device, &ticket.call, &ticket.places)?;
         let stream = ticket.stream;
         if plan.staged > 0 {
             ticket.staging = device.staging(stream, plan.staged)?;

@@ -17,8 +17,6 @@ use std::sync::atomic::AtomicPtr;
 const OLDEST: c_int = 21_800;
 /// The first one that lets several ranks use one GPU.
 const SHARES_GPUS: c_int = 23_000;
-/// The variable that lets them: it must be 1.
-pub const SHARED: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
 
 pub(super) const SUCCESS: c_int = 0;
 pub(super) const IN_PROGRESS: c_int = 7;
@@ -180,10 +178,11 @@ pub(super) fn open() -> Result<&'static Library, RuntimeError> {
     }
 }
 
-/// Where it may be: where the system's loader looks, and where CUDA and Python packages bring it. An
-/// emulated one has the name without a version.
+/// Where it may be: in folders that somebody named, where else the system's loader looks, and where
+/// CUDA and Python packages bring it. An emulated one has the name without a version.
 fn candidates() -> Vec<PathBuf> {
-    let mut all: Vec<PathBuf> = ["libnccl.so", "libnccl.so.2"].map(PathBuf::from).into();
+    let mut all = places::named_files_of("nccl");
+    all.extend(["libnccl.so", "libnccl.so.2"].map(PathBuf::from));
     all.extend(places::files_of("nccl"));
     all
 }

@@ -37,8 +37,8 @@ mod notes;
 mod tests;
 mod waits;
 
-pub use club::{Club, check, found};
-pub use library::SHARED;
+use club::Pulse;
+pub use club::{Club, SHARING, check, found};
 
 use super::threads::{Endpoint, Meeting};
 use super::{Call, CallKind, Fabric, Order, Places};
@@ -83,6 +83,7 @@ pub struct Nccl {
     messages: BTreeMap<Rank, [u64; 2]>,
     /// Work that streams were given, until it is done.
     flying: VecDeque<Flying>,
+    pulse: Arc<Pulse>,
 }
 
 /// How far a call is.
@@ -116,7 +117,12 @@ struct Flying {
 }
 
 impl Nccl {
-    fn new(club: Arc<Club>, comms: Arc<Comms>, rank: Rank) -> Result<Self, RuntimeError> {
+    fn new(
+        club: Arc<Club>,
+        comms: Arc<Comms>,
+        pulse: Arc<Pulse>,
+        rank: Rank,
+    ) -> Result<Self, RuntimeError> {
         let mut table = club.world.endpoint(rank);
         let root = (club.everyone.clone(), TRANSFERS);
         let root_forms = match root.0.len() {
@@ -134,6 +140,7 @@ impl Nccl {
             counts: BTreeMap::new(),
             messages: BTreeMap::new(),
             flying: VecDeque::new(),
+            pulse,
         })
     }
 }
@@ -166,6 +173,7 @@ impl Fabric<Cuda> for Nccl {
         places: Places,
     ) -> Result<Ticket, RuntimeError> {
         self.table.sound()?;
+        self.pulse.beats();
         let (notes, key) = match &call.kind {
             CallKind::Collective(of) => self.begin_collective(call, of)?,
             CallKind::Exchange(of) => self.begin_exchange(of),
@@ -231,6 +239,20 @@ impl Fabric<Cuda> for Nccl {
         done.map_err(|e| self.explained(e)).map(|()| staged)
     }
 
+    fn holds_up_others(&self) -> bool {
+        self.club.shares_gpus && self.root.0.len() > 1
+    }
+
+    fn rehearse(
+        &mut self,
+        device: &mut Cuda,
+        stream: StreamId,
+        call: &Call,
+        places: &Places,
+    ) -> Result<(), RuntimeError> {
+        self.rehearses(device, stream, (call, places))
+    }
+
     fn prepare(&mut self, device: &mut Cuda) -> Result<(), RuntimeError> {
         if std::mem::replace(&mut self.is_prepared, true) || self.root.0.len() < 2 {
             return Ok(());
@@ -258,7 +280,9 @@ impl Fabric<Cuda> for Nccl {
     }
 
     fn settle(&mut self, _: &mut Cuda) -> Result<(), RuntimeError> {
-        self.settles().map_err(|e| self.explained(e))
+        let settled = self.settles().map_err(|e| self.explained(e));
+        self.pulse.rests();
+        settled
     }
 
     fn rest(&self, patience: Duration) {

@@ -62,6 +62,7 @@ impl Nccl {
     ) -> Result<(), RuntimeError> {
         let (began, mut looked) = (Instant::now(), Instant::now());
         loop {
+            self.pulse.beats();
             if self.advance(device, ticket)? && !(comes && ticket.notes.meeting.is_some()) {
                 return Ok(());
             }
@@ -82,6 +83,7 @@ impl Nccl {
     pub(super) fn settles(&mut self) -> Result<(), RuntimeError> {
         let (mut moved, mut looked) = (Instant::now(), Instant::now());
         while !self.flying.is_empty() {
+            self.pulse.beats();
             if self.sweep()? {
                 moved = Instant::now();
                 continue;
