@@ -261,9 +261,11 @@ fn print_words(
     let first = paths.first().filter(|_| is_own && is_job(exported.target));
     if let Some(path) = first {
         w += &format!(
-            "As {} executes it, `meshwright import-job {}` predicts it.\n",
+            "As {} executes it, `meshwright import-job {} --cluster CLUSTER`\n  \
+             predicts it, where CLUSTER is the plan's ({}).\n",
             exported.target.title(),
-            path.display()
+            path.display(),
+            loaded.plan.cluster.name
         );
     }
     if let Some(n) = nearest {
