@@ -413,8 +413,9 @@ fn bf16_on_two() {
 
 /// Ranks that meet by NCCL, with so many GPUs.
 fn by_nccl(test: &str, n_gpus: &str, case: &str, n: u32, pins: &[&str], orders: Orders) {
-    let [shared, connections] = runtime::fabric::nccl::SHARING;
-    let variables = [("MESHWRIGHT_EMULATOR_GPUS", n_gpus), shared, connections];
+    let [enabled, connected, connections] = runtime::fabric::nccl::SHARING;
+    let gpus = ("MESHWRIGHT_EMULATOR_GPUS", n_gpus);
+    let variables = [gpus, enabled, connected, connections];
     if is_emulated_with(test, &variables) {
         check(&Case::load(case), n, pins, F32, (Meets::Nccl, orders));
     }

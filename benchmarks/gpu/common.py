@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import signal
 import statistics
@@ -35,6 +34,8 @@ class Bench:
         signal.signal(signal.SIGTERM, ended)
         self.quick: bool = self.args.quick
         self.on_gpu = self.args.device == "cuda"
+        # Asked before this process uses the GPU, as it may not know its own number there.
+        self.strangers = users_of_gpu() if self.on_gpu else 0
         if self.on_gpu and not torch.cuda.is_available():
             raise SystemExit("There is no GPU that PyTorch can use. Try --device cpu --quick.")
         self.device = torch.device(self.args.device)
@@ -102,15 +103,14 @@ def ended(*_: object) -> None:
     raise SystemExit("The stage was ended.")
 
 
-def others() -> list[int]:
-    """Processes that use the GPU beside this one, as far as the driver says."""
+def users_of_gpu() -> int:
+    """Number of processes that use the GPU, as far as the driver says."""
     command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
-        return []
-    found = [int(line) for line in done.stdout.split() if line.isdigit()]
-    return [pid for pid in found if pid != os.getpid()]
+        return 0
+    return len(done.stdout.split())
 
 
 def seconds_of(work: Callable[[], object]) -> float:

@@ -2,7 +2,8 @@
 # Measures a GPU in one visit: Meshwright's kernels and training runs, and PyTorch's beside them.
 #
 #   run_all.sh [--emulated] [--device cpu] [--quick] [--meshwright FILE] [STAGE...]
-#   run_all.sh --pack         builds the programs, stripped, into bin/, which can be carried along
+#   run_all.sh --pack         builds the programs, stripped, into bin/, which can be carried along;
+#                             NCCL=libnccl.so.2 in the environment adds that library, for one GPU
 #
 # Stages: check, parity, ranks, throughput (the default, in this order: 13.5 minutes),
 # kernels, train (PyTorch alone, 8 minutes each).
@@ -27,7 +28,19 @@ pack() {
     for program in meshwright device_check; do
         strip -o "bin/$program" "$target/release/$program"
     done
+    [ -z "${NCCL:-}" ] || python3 slim.py "$NCCL" bin/libnccl.so.2.xz
     ls -l bin
+}
+
+# The folder with the NCCL that was carried along, unpacked; nothing where none was.
+carried_nccl() {
+    [ -e bin/libnccl.so.2.xz ] || return 0
+    local folder=$out/work/nccl
+    mkdir -p "$folder"
+    python3 -c 'import lzma, shutil, sys
+with lzma.open(sys.argv[1]) as packed, open(sys.argv[2], "wb") as file:
+    shutil.copyfileobj(packed, file)' bin/libnccl.so.2.xz "$folder/libnccl.so.2"
+    echo "$folder"
 }
 
 device=cuda emulated='' options=() stages=()
@@ -76,7 +89,12 @@ mkdir -p "$out"
 failed=0
 for stage in "${stages[@]}"; do
     began=$SECONDS
-    timeout $((limits[$stage] + 30)) "$python" "$stage.py" --device "$device" --out "$out" \
+    path=${LD_LIBRARY_PATH:-}
+    if [ "$stage" = ranks ]; then
+        nccl=$(carried_nccl)
+        [ -z "$nccl" ] || path=$nccl${path:+:$path}
+    fi
+    LD_LIBRARY_PATH=$path timeout --kill-after 20 $((limits[$stage] + 30)) "$python" "$stage.py" --device "$device" --out "$out" \
         --seconds "${limits[$stage]}" "${options[@]+"${options[@]}"}" ||
         { echo "Stage $stage failed." >&2; failed=1; }
     echo "Stage $stage: $((SECONDS - began)) s" >&2

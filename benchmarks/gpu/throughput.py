@@ -16,7 +16,7 @@ import time
 import torch
 
 import own
-from common import Bench, others
+from common import Bench
 from train import MODELS, PEAKS, QUICK, Shape, train
 
 # The order in which the models are measured: one of each kind before the others.
@@ -102,8 +102,8 @@ def measure(bench: Bench, s: Shape) -> None:
             bench.row(**fields, error="not measured: the stage's time was up")
             return
         theirs, ours, errors = None, None, []
-        if bench.on_gpu and (strangers := others()):
-            errors.append(f"the GPU was shared with processes {strangers}")
+        if bench.strangers:
+            errors.append(f"{bench.strangers} other processes were on the GPU")
         if not bench.args.alone:
             try:
                 theirs = pytorch(bench, s, batch)

@@ -616,7 +616,7 @@ pub enum MatmulsArg {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum FabricArg {
     /// By NCCL, which must be installed (2.18 or later). Several ranks on one GPU need 2.30, and
-    /// NCCL_MULTI_RANK_GPU_ENABLE=1 and CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment.
+    /// variables in the environment that the run names.
     Nccl,
     /// Through the host's memory: slower, the same bits in every run, and no library.
     Host,

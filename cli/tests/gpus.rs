@@ -138,6 +138,7 @@ fn ranks_with_a_gpu_each_meet_by_nccl() {
     done.says(&[
         "several ranks share a GPU",
         "set NCCL_MULTI_RANK_GPU_ENABLE=1",
+        "NCCL_RUNTIME_CONNECT=0",
         "CUDA_DEVICE_MAX_CONNECTIONS=32",
     ]);
 }
@@ -167,6 +168,7 @@ fn ranks_on_one_gpu_meet_by_nccl() {
     let sharing = [
         library,
         ("NCCL_MULTI_RANK_GPU_ENABLE", "1"),
+        ("NCCL_RUNTIME_CONNECT", "0"),
         ("CUDA_DEVICE_MAX_CONNECTIONS", "32"),
     ];
     for pins in [

@@ -78,8 +78,8 @@ fn sound() -> Result<(), Status> {
     }
 }
 
-/// What the driver may wait for the whole GPU to do is an error while another rank's collective waits
-/// there: it may wait for this very thread. `$MESHWRIGHT_EMULATOR_LOADS` may say `anytime`.
+/// A call for which the driver may wait for the whole GPU is an error while another rank's collective
+/// waits there: that may wait for this very thread. `$MESHWRIGHT_EMULATOR_LOADS` may say `anytime`.
 fn free_to(what: &str) {
     static ANYTIME: OnceLock<bool> = OnceLock::new();
     let says_so = || std::env::var("MESHWRIGHT_EMULATOR_LOADS").is_ok_and(|v| v == "anytime");

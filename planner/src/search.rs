@@ -239,7 +239,8 @@ fn plan_order(
             options.tolerance
         )));
     }
-    let mut reserves = Reserves::default();
+    let mut reserves = Reserves::of(search.bytes_of(cluster));
+    let mut short = None;
     let mut found = None;
     for _ in 0..RETRIES {
         let reserve = reserves.next;
@@ -250,15 +251,18 @@ fn plan_order(
         search
             .has_found
             .store(to_beat.is_finite(), Ordering::Relaxed);
-        let (pipelines, lower_bound) =
-            match search.pipelines(&batches, schedule, reserve, &mut stats) {
-                Ok(solved) => solved,
-                Err(PlanError::Memory { .. }) if reserve > 0 => match reserves.leave_nothing() {
+        let solved = search.pipelines(&batches, schedule, reserve, &mut stats);
+        let (pipelines, lower_bound) = match solved {
+            Ok(solved) => solved,
+            Err(e @ PlanError::Memory { .. }) if reserve > 0 => {
+                short = Some(e);
+                match reserves.left_nothing() {
                     true => continue,
                     false => break,
-                },
-                Err(e) => return Err(e),
-            };
+                }
+            }
+            Err(e) => return Err(e),
+        };
         let known = Known {
             lower_bound,
             schedule,
@@ -285,8 +289,9 @@ fn plan_order(
         training,
         program,
         simulation,
-    } = found.ok_or(PlanError::Overrun {
-        bytes: reserves.most(),
+    } = found.ok_or_else(|| match (reserves.too_few, short) {
+        (0, Some(short)) => short,
+        (bytes, _) => PlanError::Overrun { bytes },
     })?;
     crate::offload::check_room(pins, cluster, &program)?;
     let mut axes = plan.stages.iter().flat_map(|s| &s.mesh.axes);

@@ -261,10 +261,15 @@ fn print_words(
     let first = paths.first().filter(|_| is_own && is_job(exported.target));
     if let Some(path) = first {
         w += &format!(
-            "As {} executes it, `meshwright import-job {} --cluster CLUSTER`\n  \
+            "As {} executes it, `meshwright import-job {} --cluster CLUSTER{}`\n  \
              predicts it, where CLUSTER is the plan's ({}).\n",
             exported.target.title(),
             path.display(),
+            match exported.target {
+                // Its job has no model.
+                Target::DeepSpeed => " --model MODEL",
+                _ => "",
+            },
             loaded.plan.cluster.name
         );
     }

@@ -20,7 +20,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::thread::JoinHandle;
+use std::thread::{JoinHandle, ScopedJoinHandle};
 use std::time::Duration;
 
 /// The coordinator's way to a worker, wherever that is.
@@ -53,8 +53,8 @@ impl Crew {
     /// Starts the ranks of which `open` gives device and fabric, given their roles; `answers` says
     /// where each one's answers go.
     ///
-    /// Fails when a device does not open, or the program is not consistent: see [`Scripts::new`],
-    /// [`RankState::new`].
+    /// Fails when a device does not open, when the program is not consistent, or when a rehearsal
+    /// does: see [`Scripts::new`], [`RankState::new`], [`RankState::rehearse`].
     pub fn start<D: Device + 'static, F: Fabric<D> + 'static>(
         program: &Arc<Program>,
         ranks: &[(Rank, usize)],
@@ -80,10 +80,11 @@ impl Crew {
         std::thread::scope(|scope| {
             let begin = |s| scope.spawn(|| RankState::rehearse(s));
             let all: Vec<_> = states.iter_mut().map(begin).collect();
-            all.into_iter().try_for_each(|thread| {
-                let panicked = |_| Err(RuntimeError::Ended("a rehearsal".into()));
-                thread.join().unwrap_or_else(panicked)
-            })
+            let panicked = |_| Err(RuntimeError::Ended("a rehearsal".into()));
+            let join = |thread: ScopedJoinHandle<'_, _>| thread.join().unwrap_or_else(panicked);
+            // All of them end before the first error is looked at.
+            let ended: Vec<Result<(), RuntimeError>> = all.into_iter().map(join).collect();
+            ended.into_iter().collect::<Result<(), _>>()
         })?;
         let thread = |state: RankState<D, F>| {
             let rank = state.rank();

@@ -52,10 +52,7 @@ pub(super) fn chosen(
         Some(FabricArg::Nccl) => Ok(by_nccl(found()?)),
         None => found().map(by_nccl).or_else(|problem| {
             let help = match shares && nccl::found().is_ok() {
-                true => {
-                    let [shared, connections] = nccl::SHARING.map(|(n, v)| format!("{n}={v}"));
-                    format!("; {shared} and {connections} in the environment let NCCL 2.30 try")
-                }
+                true => format!("; {} in the environment let NCCL 2.30 try", nccl::sharing()),
                 false => String::new(),
             };
             crate::say(format_args!(

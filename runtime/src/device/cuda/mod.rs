@@ -80,6 +80,8 @@ struct Lane {
     outgrown: Vec<Block>,
     /// Bytes that the host has written and the stream copies, until the event.
     written: Vec<(Pinned, CudaEvent)>,
+    /// The last ones of these, which were written since all streams were done.
+    n_new: usize,
     /// The memory that the library works in, where the stream multiplied matrices.
     workspace: Option<Block>,
     /// Works that came together.
@@ -245,7 +247,7 @@ impl Cuda {
         let device = Block::new(&gpu.context, device)?;
         let products = Products::open(matmuls);
         let host = Pinned::new(&gpu.context, host)?;
-        let mut cuda = Cuda {
+        let cuda = Cuda {
             gpu,
             device,
             host,
@@ -256,26 +258,18 @@ impl Cuda {
             kept_bytes: 0,
             rehearses: false,
         };
-        cuda.clear_arenas()?;
+        cuda.clear_arena()?;
         Ok(cuda)
     }
 
-    /// Makes both arenas zeros. No stream works on them.
-    fn clear_arenas(&mut self) -> Result<(), RuntimeError> {
+    /// Makes the arena of the GPU's memory zeros. No stream works on it.
+    fn clear_arena(&self) -> Result<(), RuntimeError> {
         self.bind()?;
         let (at, len, own) = (self.device.at, self.device.len, &self.own);
         // SAFETY: the block has the bytes.
         let zeros = unsafe { result::memset_d8_async(at, 0, len, own.cu_stream()) };
         let done = zeros.and_then(|()| own.synchronize());
-        done.map_err(|e| failed("the arena", e))?;
-        let whole = Place {
-            space: Space::Host,
-            start: 0,
-            len: self.host.len,
-        };
-        // SAFETY: no stream works on the block.
-        unsafe { self.host.bytes_mut(whole) }.fill(0);
-        Ok(())
+        done.map_err(|e| failed("the arena", e))
     }
 
     /// Compiles the kernels that a role's program calls, many at once, so that its first step does
@@ -343,6 +337,7 @@ impl Cuda {
                 scratch: Block::new(context, ops::SCRATCH)?,
                 outgrown: Vec::new(),
                 written: Vec::new(),
+                n_new: 0,
                 workspace: None,
                 joined: Vec::new(),
             };
@@ -430,18 +425,22 @@ impl Cuda {
     ) -> Result<(), RuntimeError> {
         let (context, rehearses) = (Arc::clone(&self.gpu.context), self.rehearses);
         let lane = self.lane(stream)?;
-        // A block whose copy is done, else one more: as many as copies that are on their way. In a
-        // rehearsal every copy has its own, as in a step all of them may be on their way.
-        let mut block = None;
-        let written = if rehearses { &[][..] } else { &lane.written };
-        for (i, (pinned, copied)) in written.iter().enumerate() {
-            if pinned.len >= len && is_over(copied)? {
+        // The smallest block whose copy is done, else one more: as many as copies that are on their
+        // way. In a rehearsal that is each since its streams were last done, as in a step all of them
+        // may be.
+        let n_old = lane
+            .written
+            .len()
+            .saturating_sub(if rehearses { lane.n_new } else { 0 });
+        let mut block: Option<usize> = None;
+        for (i, (pinned, copied)) in lane.written[..n_old].iter().enumerate() {
+            let is_smaller = block.is_none_or(|b| pinned.len < lane.written[b].0.len);
+            if pinned.len >= len && is_smaller && is_over(copied)? {
                 block = Some(i);
-                break;
             }
         }
         let mut pinned = match block {
-            Some(i) => lane.written.swap_remove(i).0,
+            Some(i) => lane.written.remove(i).0,
             None => Pinned::new(&context, len.next_power_of_two())?,
         };
         let place = Place {
@@ -458,6 +457,7 @@ impl Cuda {
         let event = copied.and_then(|()| lane.stream.record_event(None));
         let event = event.map_err(|e| failed("writing the GPU's memory", e))?;
         lane.written.push((pinned, event));
+        lane.n_new += 1;
         Ok(())
     }
 
@@ -793,15 +793,24 @@ impl Device for Cuda {
             true => Ok(()),
             false => {
                 self.finish()?;
-                self.clear_arenas()
+                self.clear_arena()?;
+                let whole = Place {
+                    space: Space::Host,
+                    start: 0,
+                    len: self.host.len,
+                };
+                // SAFETY: no stream works on the block.
+                unsafe { self.host.bytes_mut(whole) }.fill(0);
+                Ok(())
             }
         }
     }
 
     fn finish(&mut self) -> Result<(), RuntimeError> {
-        let streams = self.lanes.values().map(|l| &l.stream);
-        for stream in streams {
-            stream.synchronize().map_err(|e| failed("the GPU", e))?;
+        for lane in self.lanes.values_mut() {
+            let done = lane.stream.synchronize();
+            done.map_err(|e| failed("the GPU", e))?;
+            lane.n_new = 0;
         }
         Ok(())
     }

@@ -7,6 +7,7 @@
 #![allow(unsafe_code)] // opens libraries
 
 use std::collections::BTreeSet;
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
@@ -51,7 +52,11 @@ pub(crate) fn files_of(name: &str) -> Vec<PathBuf> {
 /// all places before it looks for another, so that a file there under a longer name would come after
 /// one of the system's under a shorter name.
 pub(crate) fn named_files_of(name: &str) -> Vec<PathBuf> {
-    let named = std::env::var_os("LD_LIBRARY_PATH");
+    files_in(std::env::var_os("LD_LIBRARY_PATH").as_deref(), name)
+}
+
+/// The same of folders as the variable lists them.
+fn files_in(named: Option<&OsStr>, name: &str) -> Vec<PathBuf> {
     let folders = named.iter().flat_map(std::env::split_paths);
     let absolute = folders.filter(|folder| folder.is_absolute());
     absolute.flat_map(|f| files(&f, name)).collect()
@@ -151,6 +156,28 @@ fn wheels(prefix: &Path) -> Vec<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn folders_that_are_named_come_in_order_and_versions_newest_first() {
+        let place = tempfile::tempdir().expect("a folder");
+        let file = |name: &str| place.path().join(name);
+        for folder in ["a", "b"] {
+            std::fs::create_dir(file(folder)).expect("it is made");
+        }
+        for name in [
+            "a/libnccl.so.2",
+            "b/libnccl.so",
+            "b/libnccl.so.2.31",
+            "b/libnccl-net.so",
+        ] {
+            std::fs::write(file(name), "").expect("it is written");
+        }
+        let named = std::env::join_paths([file("a"), "relative".into(), file("none"), file("b")]);
+        let found = files_in(Some(&named.expect("no colons")), "nccl");
+        let expected = ["a/libnccl.so.2", "b/libnccl.so.2.31", "b/libnccl.so"].map(file);
+        assert_eq!(found, expected);
+        assert!(files_in(None, "nccl").is_empty());
+    }
 
     #[test]
     fn libraries_of_python_packages_are_found() {

@@ -14,15 +14,24 @@ use std::time::{Duration, Instant};
 
 /// How often it is looked whether the run has failed.
 const LOOK: Duration = Duration::from_millis(20);
-/// A host that is in a call of the driver's says nothing. It may be there for as long as ranks wait for
-/// each other, and this longer.
+/// A host waits in its step for as long as ranks wait for each other at most, and then says so. One
+/// that has not been seen for twice as long, and this longer, cannot.
 const GRACE: Duration = Duration::from_secs(10);
-/// The variable of the driver's that says how many connections streams share to a GPU. A
-/// connection's work begins in the order in which it came, whichever stream it is of, and so ranks on
-/// one GPU can hold each other up.
-const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
-/// What has to be in the environment where several ranks have one GPU, the latter at its most.
-pub const SHARING: [(&str, &str); 2] = [("NCCL_MULTI_RANK_GPU_ENABLE", "1"), (CONNECTIONS, "32")];
+/// The environment that several ranks on one GPU need. NCCL must be asked for it. Its communicators
+/// must connect when they are formed: at its first collective, one would allocate while another rank's
+/// waits. And streams must not share connections to the GPU, whose work begins in the order in which
+/// it came, whichever stream it is of.
+pub const SHARING: [(&str, &str); 3] = [
+    ("NCCL_MULTI_RANK_GPU_ENABLE", "1"),
+    ("NCCL_RUNTIME_CONNECT", "0"),
+    ("CUDA_DEVICE_MAX_CONNECTIONS", "32"),
+];
+
+/// The same as words: `A=1, B=0 and C=32`.
+pub fn sharing() -> String {
+    let [first, second, third] = SHARING.map(|(name, value)| format!("{name}={value}"));
+    format!("{first}, {second} and {third}")
+}
 
 /// Communicators that are made together, by splitting that of all ranks: groups without a common
 /// rank, and their number.
@@ -64,7 +73,7 @@ impl Pulse {
     pub fn rests(&self) {
         *self.lock() = None;
     }
-    fn is_missed(&self, patience: Duration) -> bool {
+    pub fn is_missed(&self, patience: Duration) -> bool {
         self.lock().is_some_and(|last| last.elapsed() > patience)
     }
     fn lock(&self) -> MutexGuard<'_, Option<Instant>> {
@@ -87,7 +96,7 @@ pub fn check(shares_gpus: bool) -> Result<(), RuntimeError> {
     let is_asked_for = SHARING
         .iter()
         .all(|(name, value)| std::env::var(name).is_ok_and(|v| v == *value));
-    let [shared, connections] = SHARING.map(|(name, value)| format!("{name}={value}"));
+    let sharing = sharing();
     let problem = match library.can_share_gpus() {
         true if is_asked_for => return Ok(()),
         true => format!(
@@ -100,10 +109,8 @@ pub fn check(shares_gpus: bool) -> Result<(), RuntimeError> {
         ),
     };
     let way_out = match library.can_share_gpus() {
-        true => format!("set {shared} and {connections}, or leave --fabric to be chosen"),
-        false => format!(
-            "install NCCL 2.30 or later and set {shared} and {connections}, or use --fabric host"
-        ),
+        true => format!("set {sharing}, or leave --fabric to be chosen"),
+        false => format!("install NCCL 2.30 or later and set {sharing}, or use --fabric host"),
     };
     Err(RuntimeError::NoDevice { problem, way_out })
 }
@@ -152,23 +159,33 @@ impl Club {
 }
 
 /// Ends the communicators of this process when the run has failed: a rank that waits for its GPU,
-/// which waits for a rank that will not come, goes on then. A host that does not come back from the
-/// driver is such a failure.
+/// which waits for a rank that will not come, goes on then. A host that is not seen any more is such a
+/// failure. Each rank's end from a thread of its own, as one may be held up by another.
 fn watch(club: &Weak<Club>) {
+    let mut ended = BTreeSet::new();
     while let Some(club) = club.upgrade() {
         let members = club.members.lock().unwrap_or_else(PoisonError::into_inner);
+        let living: Vec<_> = members
+            .iter()
+            .filter_map(|m| Some((m.rank, m.comms.upgrade()?, Arc::clone(&m.pulse))))
+            .collect();
+        drop(members);
         let patience = club.world.timeout.saturating_mul(2).saturating_add(GRACE);
-        let living = members.iter().filter(|m| m.comms.strong_count() > 0);
-        if let Some(lost) = living.clone().find(|m| m.pulse.is_missed(patience)) {
+        let lost = living
+            .iter()
+            .find(|(_, _, pulse)| pulse.is_missed(patience));
+        if let Some((rank, ..)) = lost.filter(|_| !club.world.has_failed()) {
             let seconds = patience.as_secs();
-            let reason = format!("its host has not come back from the driver for {seconds} s");
-            club.world.abort(lost.rank, &reason);
+            let reason = format!("its host has not been seen in its step for {seconds} s");
+            club.world.abort(*rank, &reason);
         }
         if club.world.has_failed() {
-            let all: Vec<_> = living.filter_map(|m| m.comms.upgrade()).collect();
-            all.iter().for_each(|comms| comms.abort());
+            for (rank, comms, _) in living {
+                if ended.insert(rank) {
+                    std::thread::spawn(move || comms.abort());
+                }
+            }
         }
-        drop(members);
         drop(club);
         std::thread::sleep(LOOK);
     }

@@ -108,7 +108,7 @@ impl Nccl {
         Ok(true)
     }
 
-    /// What a call is made of: moves on this GPU, and the library's calls.
+    /// The parts of a call: moves on this GPU, and the library's calls.
     fn plan(&self, device: &Cuda, call: &Call, places: &Places) -> Result<Plan, RuntimeError> {
         let spans = |places: &[Place]| {
             let span = |p: &Place| device.address(*p).map(|at| at..at + p.len as u64);
@@ -133,7 +133,7 @@ impl Nccl {
     }
 
     /// The moves of a call, without what the library would do between them.
-    pub(super) fn rehearses(
+    pub(super) fn moves_alone(
         &self,
         device: &mut Cuda,
         stream: StreamId,

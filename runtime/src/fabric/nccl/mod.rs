@@ -25,7 +25,8 @@
 //! them when they first meet: the first member's identifier comes with its note.
 //!
 //! Where several ranks have one GPU, NCCL's kernels may hold up what other ranks wait for on it. Then
-//! a call is put on its stream when all members have come to it.
+//! a call is put on its stream when all its members have come to it, and each rank has played its
+//! program alone before ([`Fabric::holds_up_others`]).
 
 mod club;
 mod comms;
@@ -38,7 +39,7 @@ mod tests;
 mod waits;
 
 use club::Pulse;
-pub use club::{Club, SHARING, check, found};
+pub use club::{Club, SHARING, check, found, sharing};
 
 use super::threads::{Endpoint, Meeting};
 use super::{Call, CallKind, Fabric, Order, Places};
@@ -203,6 +204,7 @@ impl Fabric<Cuda> for Nccl {
         device: &mut Cuda,
         ticket: &mut Ticket,
     ) -> Result<Option<u64>, RuntimeError> {
+        self.pulse.beats();
         let there = self
             .table
             .sound()
@@ -250,7 +252,7 @@ impl Fabric<Cuda> for Nccl {
         call: &Call,
         places: &Places,
     ) -> Result<(), RuntimeError> {
-        self.rehearses(device, stream, (call, places))
+        self.moves_alone(device, stream, (call, places))
     }
 
     fn prepare(&mut self, device: &mut Cuda) -> Result<(), RuntimeError> {
@@ -276,6 +278,9 @@ impl Fabric<Cuda> for Nccl {
                     None => Ok(()),
                 });
         }
+        // Nobody begins a step while others still form one.
+        let everyone = self.root.0.clone();
+        let made = made.and_then(|()| self.barrier(device, &everyone));
         made.map_err(|e| self.explained(e))
     }
 

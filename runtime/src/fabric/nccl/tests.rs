@@ -39,12 +39,9 @@ fn ranks_with_a_gpu_each_conform() {
 fn ranks_on_one_gpu_conform() {
     let test = "fabric::nccl::tests::ranks_on_one_gpu_conform";
     // Ranks without a program cannot know beforehand what they will load and allocate.
-    let [shared, connections] = SHARING;
-    let variables = [
-        shared,
-        connections,
-        ("MESHWRIGHT_EMULATOR_LOADS", "anytime"),
-    ];
+    let [enabled, connected, connections] = SHARING;
+    let anytime = ("MESHWRIGHT_EMULATOR_LOADS", "anytime");
+    let variables = [enabled, connected, connections, anytime];
     if is_emulated_with(test, &variables) {
         conforms(1);
     }
@@ -199,9 +196,51 @@ fn the_library_tells_all_members_who_brought_another_call() {
 }
 
 #[test]
+fn a_pulse_is_missed_until_the_step_is_over() {
+    let pulse = super::club::Pulse::default();
+    let none = Duration::ZERO;
+    assert!(!pulse.is_missed(none), "it has begun no step");
+    pulse.beats();
+    std::thread::sleep(Duration::from_millis(2));
+    assert!(pulse.is_missed(none) && !pulse.is_missed(Duration::from_secs(60)));
+    pulse.rests();
+    assert!(!pulse.is_missed(none));
+}
+
+/// A rank whose host is in its step and says nothing is named, and the others stop.
+#[test]
+fn a_host_that_is_not_seen_ends_the_run() {
+    let test = "fabric::nccl::tests::a_host_that_is_not_seen_ends_the_run";
+    if !is_emulated_with(test, &[("MESHWRIGHT_EMULATOR_GPUS", "2")]) {
+        return;
+    }
+    let world = World::new(2, Duration::from_millis(100));
+    let club = Club::new(&world, None, false).expect("NCCL is there");
+    let [lost, waits] = [0, 1].map(|rank| club.member(Rank(rank)).expect("it takes its place"));
+    lost.pulse.beats();
+    let began = Instant::now();
+    while !world.has_failed() {
+        assert!(began.elapsed() < Duration::from_secs(60), "nobody noticed");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let error = waits
+        .table
+        .sound()
+        .expect_err("the run has failed")
+        .to_string();
+    assert!(
+        error.contains("rank0") && error.contains("not been seen in its step"),
+        "{error}"
+    );
+}
+
+#[test]
 fn several_ranks_on_one_gpu_are_asked_for() {
     let test = "fabric::nccl::tests::several_ranks_on_one_gpu_are_asked_for";
-    if is_emulated_with(test, &[(SHARING[0].0, "0")]) {
+    // All but one of the variables are not enough either.
+    let mut variables = SHARING;
+    variables[2].1 = "8";
+    if is_emulated_with(test, &variables) {
         let error = check(true).expect_err("nobody allowed it").to_string();
         assert!(error.contains("several ranks share a GPU"), "{error}");
         check(false).expect("a GPU each is as usual");
