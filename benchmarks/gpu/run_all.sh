@@ -35,7 +35,7 @@ pack() {
 # The folder with the NCCL that was carried along, unpacked; nothing where none was.
 carried_nccl() {
     [ -e bin/libnccl.so.2.xz ] || return 0
-    local folder=$out/work/nccl
+    local folder=$out/work
     mkdir -p "$folder"
     python3 -c 'import lzma, shutil, sys
 with lzma.open(sys.argv[1]) as packed, open(sys.argv[2], "wb") as file:

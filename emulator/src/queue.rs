@@ -81,7 +81,7 @@ struct Stream {
     connection: usize,
     /// The host thread that gave it something last.
     by: Option<ThreadId>,
-    /// What it was given, numbered over all streams.
+    /// Work that it was given, numbered over all streams.
     ops: VecDeque<(u64, Op)>,
     /// Whether a host thread does its head's work.
     is_busy: bool,

@@ -289,9 +289,10 @@ fn plan_order(
         training,
         program,
         simulation,
-    } = found.ok_or_else(|| match (reserves.too_few, short) {
-        (0, Some(short)) => short,
-        (bytes, _) => PlanError::Overrun { bytes },
+    } = found.ok_or_else(|| {
+        // Which stage has too little says more than that buffers overran.
+        let bytes = reserves.too_few;
+        short.unwrap_or(PlanError::Overrun { bytes })
     })?;
     crate::offload::check_room(pins, cluster, &program)?;
     let mut axes = plan.stages.iter().flat_map(|s| &s.mesh.axes);
