@@ -91,10 +91,11 @@ for stage in "${stages[@]}"; do
     began=$SECONDS
     path=${LD_LIBRARY_PATH:-}
     if [ "$stage" = ranks ]; then
-        nccl=$(carried_nccl)
+        nccl=$(carried_nccl) || { echo "The carried NCCL cannot be unpacked." >&2; failed=1; }
         [ -z "$nccl" ] || path=$nccl${path:+:$path}
     fi
-    LD_LIBRARY_PATH=$path timeout --kill-after 20 $((limits[$stage] + 30)) "$python" "$stage.py" --device "$device" --out "$out" \
+    LD_LIBRARY_PATH=$path timeout --kill-after 20 $((limits[$stage] + 30)) \
+        "$python" "$stage.py" --device "$device" --out "$out" \
         --seconds "${limits[$stage]}" "${options[@]+"${options[@]}"}" ||
         { echo "Stage $stage failed." >&2; failed=1; }
     echo "Stage $stage: $((SECONDS - began)) s" >&2
