@@ -737,9 +737,11 @@ pub struct RunArgs {
     /// Without it ranks are threads, unless torchrun, srun or mpirun started several processes.
     #[arg(long, value_name = "N", num_args = 0..=1, require_equals = true, default_missing_value = "each", value_parser = processes)]
     pub processes: Option<usize>,
-    /// When processes that this run started die or hang: plan again for the ranks that are left, and go
-    /// on from the states that these have in memory, or else from the newest checkpoint; needs --processes and --checkpoint-every.
-    #[arg(long, requires = "processes", requires = "checkpoint_every")]
+    /// When processes die or hang: plan again for the ranks that are left, and go on from the states that
+    /// these have in memory, or else from the newest checkpoint. Under a launcher, and after the death of
+    /// all, the same command given again goes on with the processes that there are then. Needs
+    /// --checkpoint-every.
+    #[arg(long, requires = "checkpoint_every")]
     pub elastic: bool,
     /// How a run that goes on so knows what has changed.
     #[arg(long, hide = true, value_name = "FILE")]
@@ -747,6 +749,12 @@ pub struct RunArgs {
     /// How often that was.
     #[arg(skip)]
     pub losses: u32,
+    /// The process that keeps this one, by its number in the system.
+    #[arg(long, hide = true, value_name = "PID")]
+    pub kept: Option<u32>,
+    /// The keeper starts this one in place of another one that was killed.
+    #[arg(long, hide = true)]
+    pub after_loss: bool,
     /// Run in this process alone, whatever a launcher's variables say.
     #[arg(long, conflicts_with = "processes")]
     pub alone: bool,

@@ -68,6 +68,9 @@ fn made_by(what: &str) -> &'static str {
             "expected comma-separated values with a header; docs/published.md lists the columns"
         }
         "job" => jobs::JOBS_ARE,
+        "journal" | "continuation" => {
+            "elastic runs write it, whole or not at all: remove it to begin anew"
+        }
         _ => crate::model::MODELS_ARE,
     }
 }

@@ -39,6 +39,7 @@ fn newest(place: &Place, folder: &str) -> (String, Vec<(String, Vec<u8>)>) {
     let list = |path| std::fs::read_dir(path).unwrap().map(|e| e.unwrap());
     let mut names: Vec<String> = list(place.path(folder))
         .map(|e| e.file_name().into_string().unwrap())
+        .filter(|name| name.contains("-step-"))
         .collect();
     names.sort();
     let name = names.pop().unwrap();
@@ -629,15 +630,9 @@ fn an_elastic_run_goes_on_with_the_ranks_that_are_left() {
     let metrics = ["--metrics", "e.jsonl", "--record", "records"];
     let child = command(&place, &[&RUN[..], &more, &state, &metrics].concat()).spawn();
     let child = child.unwrap();
-    let victim = process_of(&place, 2).to_string();
-    let since = Instant::now();
-    let is_there = || std::fs::read_dir(place.path("state")).is_ok_and(|mut d| d.next().is_some());
-    while !is_there() {
-        assert!(since.elapsed() < Duration::from_secs(60), "no checkpoint");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    let killed = Command::new("kill").args(["-9", &victim]).status();
-    assert!(killed.unwrap().success());
+    let victim = process_of(&place, 2);
+    wait_for_checkpoint(&place, "state", 1);
+    signal("-9", victim);
     let output = child.wait_with_output().unwrap();
     let (words, flat) = (String::from_utf8_lossy(&output.stderr), said(&output));
     assert_eq!(output.status.code(), Some(0), "{words}");
@@ -656,6 +651,218 @@ fn an_elastic_run_goes_on_with_the_ranks_that_are_left() {
     let rest = steps(&run_json(&place, "e.json"));
     assert_eq!(rest.last().unwrap()[0], "199");
     noted_once(&place, "e.jsonl", 200);
+    wait_for_none(&place, "e.json");
+}
+
+fn signal(name: &str, to: u32) {
+    let sent = Command::new("kill").args([name, &to.to_string()]).status();
+    assert!(sent.unwrap().success());
+}
+
+/// Waits until the folder has a checkpoint with this number or a later one.
+fn wait_for_checkpoint(place: &Place, folder: &str, number: u64) {
+    let since = Instant::now();
+    let is_there = || {
+        let all = std::fs::read_dir(place.path(folder)).map(|d| d.flatten());
+        let names = all.into_iter().flatten().map(|e| e.file_name());
+        let numbers = names.filter_map(|n| n.to_str()?.split_once("-step-")?.0.parse().ok());
+        numbers.max().is_some_and(|newest: u64| newest >= number)
+    };
+    while !is_there() {
+        assert!(since.elapsed() < Duration::from_secs(60), "no checkpoint");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Process 0, by the words of its command that no other process of the run has.
+fn process_0(place: &Place, output: &str) -> u32 {
+    let is_it = |id: &u32| {
+        let line = std::fs::read(format!("/proc/{id}/cmdline")).unwrap_or_default();
+        let line = String::from_utf8_lossy(&line).into_owned();
+        line.contains("--kept=") && !line.contains("--as-process=")
+    };
+    let found = processes_of(place, output).into_iter().find(is_it);
+    found.expect("process 0 is there")
+}
+
+/// A plan of two replicas, each of which has all states.
+fn two_replicas(place: &Place) {
+    let compile = ["compile", "config.json", "--cluster", "cpu-default"];
+    let pins = ["--ranks", "2", "--global-batch", "2", "--pin", "data=2"];
+    let zero = ["--pin", "zero=0"];
+    place.run(&[&compile[..], &pins, &zero].concat()).expect(0);
+}
+
+const ELASTIC: [&str; 6] = [
+    "--steps",
+    "300",
+    "--elastic",
+    "--checkpoint-every",
+    "20",
+    "--checkpoint",
+];
+
+/// The death of process 0 ends no elastic run: another one takes its place.
+#[test]
+fn an_elastic_run_outlives_process_0() {
+    let place = Place::new();
+    two_replicas(&place);
+    let more = [
+        "state",
+        "--processes",
+        "--metrics",
+        "e.jsonl",
+        "-o",
+        "e.json",
+    ];
+    let args = [&RUN[..], &ELASTIC, &more, &["--record", "records"]].concat();
+    let child = command(&place, &args).spawn().unwrap();
+    wait_for_checkpoint(&place, "state", 2);
+    signal("-9", process_0(&place, "e.json"));
+    let output = child.wait_with_output().unwrap();
+    let words = said(&output);
+    assert_eq!(output.status.code(), Some(0), "{words}");
+    assert!(
+        words.contains("lost: process 0 was killed by signal 9"),
+        "{words}"
+    );
+    assert!(
+        words.contains("with 1 rank in place of 2, from step "),
+        "{words}"
+    );
+    assert!(
+        words.contains("The newest checkpoint that is whole is state/00"),
+        "{words}"
+    );
+    assert!(!place.exists("state/elastic.json"), "the run is done");
+    assert!(newest(&place, "state").0.ends_with("-step-300"));
+    noted_once(&place, "e.jsonl", 300);
+    wait_for_none(&place, "e.json");
+}
+
+/// The same command goes on with an elastic run whose keeper was killed, and with one that was asked to
+/// end, and comes to the states of a run that nobody disturbed. Other arguments are not mixed with it.
+#[test]
+fn the_same_command_goes_on_with_an_elastic_run() {
+    let place = Place::new();
+    two_replicas(&place);
+    let args = [
+        &RUN[..],
+        &ELASTIC,
+        &["state", "--processes", "-o", "e.json"],
+    ]
+    .concat();
+    let keeper = command(&place, &args).spawn().unwrap();
+    wait_for_checkpoint(&place, "state", 1);
+    signal("-9", keeper.id());
+    let _ = keeper.wait_with_output();
+    // Nobody of the run outlives it.
+    wait_for_none(&place, "e.json");
+    let other = [&RUN[..], &ELASTIC, &["state", "--steps", "400"]].concat();
+    let other: Vec<&str> = other.into_iter().filter(|w| *w != "300").collect();
+    let other = [&other[..4], &other[5..]].concat();
+    let refused = place.run(&other).expect(2);
+    refused.says(&[
+        "an elastic run that is not done",
+        "--steps was 300, and is 400",
+    ]);
+    let asked = command(&place, &args).spawn().unwrap();
+    wait_for_checkpoint(&place, "state", 5);
+    signal("-TERM", asked.id());
+    let output = asked.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130), "{}", said(&output));
+    assert!(
+        said(&output).contains("going on with the run of state/elastic.json, with 2 ranks, from")
+    );
+    assert!(
+        said(&output).contains("give the same command again"),
+        "{}",
+        said(&output)
+    );
+    let done = place.run(&args).expect(0);
+    assert_no_panic(&done);
+    let whole = [
+        "--steps",
+        "300",
+        "-o",
+        "whole.json",
+        "--checkpoint",
+        "whole",
+    ];
+    place.run(&[&RUN[..], &whole].concat()).expect(0);
+    let [one, other] = ["state", "whole"].map(|folder| newest(&place, folder).1);
+    assert!(one == other, "the states differ");
+    wait_for_none(&place, "e.json");
+}
+
+/// A launcher starts the same command again with the processes that it has left, and later with all of
+/// them: an elastic run goes on with these, and takes its first plan again.
+#[test]
+fn a_launcher_starts_an_elastic_run_with_fewer_processes_and_more() {
+    let place = Place::new();
+    let compile = ["compile", "config.json", "--cluster", "cpu-default"];
+    let pins = ["--ranks", "4", "--global-batch", "4", "--pin", "data=4"];
+    place.run(&[&compile[..], &pins].concat()).expect(0);
+    let args = [&RUN[..], &ELASTIC, &["state", "-o", "e.json"]].concat();
+    let more = ["--metrics", "e.jsonl", "--time-out", "30"];
+    let args = [&args[..], &more].concat();
+    let start = |of: usize, restarts: &str| -> Vec<Child> {
+        let one = |rank: usize| {
+            let mut command = command(&place, &args);
+            command
+                .env("TMPDIR", place.path("."))
+                .env_remove("XDG_RUNTIME_DIR")
+                .envs([("RANK", rank.to_string()), ("WORLD_SIZE", of.to_string())])
+                .envs([
+                    ("LOCAL_WORLD_SIZE", of.to_string().as_str()),
+                    ("MASTER_ADDR", "127.0.0.1"),
+                    ("MASTER_PORT", "29517"),
+                    ("TORCHELASTIC_RESTART_COUNT", restarts),
+                ]);
+            command.spawn().unwrap()
+        };
+        (0..of).map(one).collect()
+    };
+    // As launchers do, all are ended when one is.
+    let end = |all: Vec<Child>, killed: usize| -> Vec<Output> {
+        signal("-9", all[killed].id());
+        let outputs: Vec<Output> = all
+            .into_iter()
+            .map(|child| child.wait_with_output().unwrap())
+            .collect();
+        for (rank, output) in outputs.iter().enumerate() {
+            let code = (rank != killed).then_some(6);
+            assert_eq!(output.status.code(), code, "{rank}: {}", said(output));
+        }
+        outputs
+    };
+    let four = start(4, "0");
+    wait_for_checkpoint(&place, "state", 1);
+    end(four, 3);
+    let two = start(2, "1");
+    let number = |name: &str| -> u64 { name.split_once('-').unwrap().0.parse().unwrap() };
+    let written = number(&newest(&place, "state").0);
+    wait_for_checkpoint(&place, "state", written + 1);
+    let ended = end(two, 0);
+    assert_eq!(ended[0].status.code(), None);
+    place.run(&["check", "e.plan-1-of-2-ranks.json"]).expect(0);
+    let outputs: Vec<Output> = start(4, "2")
+        .into_iter()
+        .map(|child| child.wait_with_output().unwrap())
+        .collect();
+    for output in &outputs {
+        assert_eq!(output.status.code(), Some(0), "{}", said(output));
+    }
+    let words = said(&outputs[0]);
+    assert!(
+        words.contains("with 4 ranks in place of 2, from step "),
+        "{words}"
+    );
+    let left = place.names_in("state");
+    let is_journal = |name: &String| name.starts_with("elastic");
+    assert!(!left.iter().any(is_journal), "{left:?}");
+    assert!(newest(&place, "state").0.ends_with("-step-300"));
+    noted_once(&place, "e.jsonl", 300);
     wait_for_none(&place, "e.json");
 }
 

@@ -5,8 +5,11 @@ mod among;
 mod children;
 mod elastic;
 mod fabric;
+mod journal;
+mod keeper;
 mod launcher;
 mod leaps;
+mod left;
 mod rendezvous;
 mod watch;
 
@@ -25,6 +28,7 @@ use ir::measurement::Measurement;
 use ir::op::InputKind;
 use ir::training::{StateRole, TrainingGraph};
 use ir::{Bytes, OpKind, Seconds, Task};
+use journal::Journal;
 use leaps::Leaps;
 use runtime::RuntimeError;
 use runtime::checkpoint::{Checkpoint, Found, save_keeping};
@@ -51,12 +55,16 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     let schedule = schedule(args)?;
     check_backend(args)?;
     let setting = among::setting(args)?;
+    if setting.index() > 0 {
+        let args = &journal::told(args, &setting)?;
+        return serve(args, &setting, &plan_file::load(&args.plan)?);
+    }
+    keeper::keep(args, &setting)?;
+    journal::untell(args, &setting);
     let loaded = plan_file::load(&args.plan)?;
     check_task(args, loaded.plan.train.task)?;
     elastic::check(args, &loaded)?;
-    if setting.index() > 0 {
-        return serve(args, &setting, &loaded);
-    }
+    journal::go_on(args, &setting, &loaded)?;
     if let Some(path) = &args.weights {
         check_weights(path)?;
     }
@@ -90,9 +98,12 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     if let Some(folder) = &args.record {
         record::clear(folder)?;
     }
-    let mut company = among::gather(&setting, args, (&loaded, &chosen))?;
-    let processes = company.as_ref().map(|c| Arc::clone(&c.processes));
     let first = resume.as_ref().map_or(0, |c| c.step());
+    Journal::begin(args, &setting, (&loaded, first))?;
+    let told = journal::tell(args, &setting)?;
+    let mut company = among::gather(&setting, args, (&loaded, &chosen))?;
+    drop(told);
+    let processes = company.as_ref().map(|c| Arc::clone(&c.processes));
     let mut so_far = SoFar {
         first,
         done: first,
@@ -115,8 +126,12 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
             company = there;
             trained
         }
-        (Err(lost @ RuntimeError::Gone { .. }), Some(company)) if args.elastic => {
+        (Err(lost @ RuntimeError::Gone { .. }), Some(company)) if goes_on(args, &setting) => {
             return Err(elastic::go_on(args, &loaded, company, (lost, so_far)));
+        }
+        (Err(e), _) if args.elastic => {
+            let help = "the same command goes on from the newest checkpoint, with the processes that there are";
+            return Err(Failure::from(e).help(help));
         }
         (Err(e), _) => return Err(e.into()),
     };
@@ -151,6 +166,11 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     if !failed.is_empty() {
         return Err(not_all(failed, &written));
     }
+    if let Some(folder) = &args.checkpoint
+        && measurement.steps.len() as u64 == args.steps
+    {
+        journal::end(folder);
+    }
     drop(session);
     if let Some(company) = company {
         for problem in company.end() {
@@ -164,6 +184,12 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         report::out(&format!("Written: {}.", written.join(", ")))?;
     }
     whole(args, loaded.plan.train.task, &measurement, &written)
+}
+
+/// Whether this process itself goes on after a loss: else whoever started it does, with the same
+/// command.
+fn goes_on(args: &RunArgs, setting: &Setting) -> bool {
+    args.elastic && matches!(setting, Setting::Starts(_))
 }
 
 /// A process that has ranks and does not coordinate: it does what process 0 asks.
@@ -298,12 +324,13 @@ fn whole(args: &RunArgs, task: Task, m: &Measurement, written: &[String]) -> Res
         return Ok(());
     }
     let mut written = written.to_vec();
-    let help = args.checkpoint.as_ref().map(|folder| {
-        format!(
+    let help = args.checkpoint.as_ref().map(|folder| match args.elastic {
+        true => "to go on, give the same command again".into(),
+        false => format!(
             "to go on, the same command with --resume {} --steps {}, and --total-steps if the learning rate decays",
             folder.display(),
             args.steps - done
-        )
+        ),
     });
     if m.instructions.is_empty() && args.profile > 0 {
         written.push("no instructions were timed, as only the last steps have theirs timed".into());

@@ -6,13 +6,14 @@
 //! the same file.
 
 use super::among::Company;
-use crate::args::{RunArgs, SearchArgs, Share};
-use crate::commands::again::{self, Again};
+use super::journal::{Journal, Part};
+use super::left;
+use crate::args::RunArgs;
+use crate::commands::again;
 use crate::failure::{Exit, Failure};
 use crate::plan_file::Loaded;
 use crate::report::degrees::Degrees;
-use crate::{cluster, document, files, outputs, report};
-use cost_model::presets;
+use crate::{document, files, outputs, report};
 use ir::counted;
 use runtime::checkpoint::Rescued;
 use runtime::{RuntimeError, record};
@@ -23,33 +24,22 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::Instant;
 
-/// Pins of degrees, which other ranks cannot keep.
-const OF_DEGREES: [&str; 9] = [
-    "data",
-    "replicas",
-    "expert",
-    "context",
-    "tensor",
-    "pipeline",
-    "virtual",
-    "split",
-    "microbatch",
-];
-
 /// All that is otherwise than on the command line.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Continued {
-    plan: PathBuf,
+    /// The plan.
+    pub plan: PathBuf,
     /// Steps that are left.
-    steps: u64,
+    pub steps: u64,
     /// Where the learning rate's decay ends.
-    total_steps: Option<u64>,
+    pub total_steps: Option<u64>,
     /// The checkpoint to go on from; none where there is none yet.
-    resume: Option<PathBuf>,
-    processes: usize,
+    pub resume: Option<PathBuf>,
+    /// The processes that it starts.
+    pub processes: usize,
     /// How often ranks were lost.
-    losses: u32,
+    pub losses: u32,
 }
 
 /// The arguments of a run that goes on after a loss; of any other those of the command line.
@@ -69,16 +59,28 @@ pub fn continued(args: &RunArgs) -> Result<RunArgs, Failure> {
     Ok(args)
 }
 
-/// Refuses what cannot be planned again.
+/// Refuses an elastic run of processes that an MPI library ends together, and one of hosts that are
+/// not all equal, for a part of which nothing is planned.
 pub fn check(args: &RunArgs, loaded: &Loaded) -> Result<(), Failure> {
-    if !args.elastic || cluster::is_of_cpu_ranks(&loaded.plan.cluster) {
-        return Ok(());
+    let usage = |what: String, help: &str| Err(Failure::new(Exit::Usage, what).help(help));
+    if args.elastic && args.mpi {
+        let help = "leave --mpi out: processes that mpirun starts then talk over TCP";
+        let what = "--elastic: an MPI library ends all processes with the first that dies";
+        return usage(what.into(), help);
     }
-    let what = format!(
-        "--elastic: the plan is for {}, and only plans for CPU ranks are made again",
-        loaded.plan.cluster.name
-    );
-    Err(Failure::new(Exit::Usage, what).help(cluster::PLAN_FOR_THIS_MACHINE))
+    match left::cluster_of(loaded.plan.cluster.clone(), 1) {
+        Err(why) if args.elastic => {
+            let what = format!(
+                "--elastic: nothing can be planned for a part of {}: {why}",
+                loaded.plan.cluster.name
+            );
+            usage(
+                what,
+                "leave --elastic out, and compile for what is left when ranks are lost",
+            )
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Where a part of a run began, and how far it came.
@@ -205,16 +207,12 @@ fn prepared(
     let began = Instant::now();
     crate::say(format_args!("lost: {lost}"));
     let (gone, of) = company.lost();
-    let ranks_of = |l: &Loaded| -> usize {
-        let meshes = l.program.roles.iter().map(|r| &r.mesh);
-        meshes.map(|m| m.n_devices() as usize).sum()
-    };
-    let n_ranks = ranks_of(loaded);
+    let n_ranks = left::ranks_of(loaded);
     // Ranks are shared evenly; a process that has more counts for what the others have.
     let left = (of - gone.min(of - 1)) * n_ranks / of;
-    let new = plan_for(left.max(1), loaded)?;
+    let new = left::plan_for(left.max(1), loaded)?;
     let searched = began.elapsed().as_secs_f64();
-    let n_new = ranks_of(&new);
+    let n_new = left::ranks_of(&new);
     let last = from.first + args.steps;
     let (resume, step, source) = from.source(args);
     let losses = args.losses + 1;
@@ -230,29 +228,47 @@ fn prepared(
         processes: (of - gone.min(of - 1)).min(n_new),
         losses,
     };
-    let file = beside("continued.json".into());
-    outputs::write_atomic(&file, document::to_json(&continued)?.as_bytes())?;
+    if let Some(folder) = &args.checkpoint
+        && let Some(mut journal) = Journal::read(folder)?
+    {
+        journal.now = Part {
+            plan: plan.clone(),
+            ranks: n_new,
+            processes: continued.processes,
+        };
+        journal.losses = losses;
+        journal.write(folder)?;
+    }
     let [before, after] = [loaded, &new].map(|l| {
         let degrees = Degrees::of(&l.plan, &l.training);
         format!("{degrees}, {} predicted", l.plan.predicted.step_time_s)
     });
-    let records = match &args.record {
-        // What the lost rank was doing is of use when all is over, too.
-        Some(folder) => {
-            match record::set_aside(folder, &format!("before-loss-{losses}")) {
-                Ok(aside) => format!("\n  records of the ranks before: {}", aside.display()),
-                // No reason to end a run that goes on.
-                Err(e) => format!("\n  records of the ranks before are not kept: {e}"),
-            }
-        }
-        None => String::new(),
-    };
+    let records = records_aside(args, losses);
     crate::say(format_args!(
         "going on with {} in place of {n_ranks}, from step {step}: planned again in {searched:.1} s ({}).\n{}\n  Before: {before}\n  Now:    {after}{records}",
         counted(n_new as u64, "rank"),
         plan.display(),
         report::wrapped(&format!("  {source}"))
     ));
+    again(args, &continued)
+}
+
+/// Keeps what the ranks of a part of a run were doing, in words: of use when all is over, too.
+pub fn records_aside(args: &RunArgs, losses: u32) -> String {
+    let Some(folder) = &args.record else {
+        return String::new();
+    };
+    match record::set_aside(folder, &format!("before-loss-{losses}")) {
+        Ok(aside) => format!("\n  records of the ranks before: {}", aside.display()),
+        // No reason to end a run that goes on.
+        Err(e) => format!("\n  records of the ranks before are not kept: {e}"),
+    }
+}
+
+/// The same command with what has changed, in a file beside the run's output.
+pub fn again(args: &RunArgs, continued: &Continued) -> Result<Command, Failure> {
+    let file = args.output.with_extension("continued.json");
+    outputs::write_atomic(&file, document::to_json(continued)?.as_bytes())?;
     let program = std::env::current_exe();
     let program = program.map_err(|e| Failure::new(Exit::RunFailed, e))?;
     let mut command = Command::new(program);
@@ -274,31 +290,4 @@ fn without_continued(given: &[OsString]) -> &[OsString] {
         true => rest.get(2..).unwrap_or_default(),
         false => rest,
     }
-}
-
-/// The best plan for so many ranks, or the most below for which there is one.
-fn plan_for(ranks: usize, loaded: &Loaded) -> Result<Loaded, Failure> {
-    let mut plan = loaded.plan.clone();
-    let is_of_degrees = |pin: &String| {
-        let key = pin.split('=').next().unwrap_or(pin);
-        OF_DEGREES.contains(&key.trim()) || key.starts_with("spec:")
-    };
-    plan.pins.retain(|pin| !is_of_degrees(pin));
-    let search = SearchArgs {
-        tolerance: Share(0.01),
-        headroom: None,
-    };
-    let mut again = Again::of(&plan, &[], &search)?;
-    let mut reason = None;
-    for n in (1..=ranks).rev() {
-        let n = u32::try_from(n).unwrap_or(u32::MAX);
-        let changed = presets::with_ranks(plan.cluster.clone(), n);
-        again.cluster = changed.map_err(|e| Failure::new(Exit::Infeasible, e))?;
-        match again.plan()? {
-            Ok(found) => return Ok(found),
-            Err(e) => reason = reason.or(Some(e)),
-        }
-    }
-    let none = || Failure::new(Exit::Infeasible, "no rank is left");
-    Err(reason.map_or_else(none, Failure::from))
 }
