@@ -674,15 +674,19 @@ fn wait_for_checkpoint(place: &Place, folder: &str, number: u64) {
     }
 }
 
-/// Process 0, by the words of its command that no other process of the run has.
-fn process_0(place: &Place, output: &str) -> u32 {
+/// A process of an elastic run, by the words of its command.
+fn process_by_words(place: &Place, output: &str, index: usize) -> u32 {
     let is_it = |id: &u32| {
         let line = std::fs::read(format!("/proc/{id}/cmdline")).unwrap_or_default();
         let line = String::from_utf8_lossy(&line).into_owned();
-        line.contains("--kept=") && !line.contains("--as-process=")
+        line.contains("--kept=")
+            && match index {
+                0 => !line.contains("--as-process="),
+                _ => line.contains(&format!("--as-process={index}/")),
+            }
     };
     let found = processes_of(place, output).into_iter().find(is_it);
-    found.expect("process 0 is there")
+    found.unwrap_or_else(|| panic!("process {index} is not there"))
 }
 
 /// A plan of two replicas, each of which has all states.
@@ -718,7 +722,7 @@ fn an_elastic_run_outlives_process_0() {
     let args = [&RUN[..], &ELASTIC, &more, &["--record", "records"]].concat();
     let child = command(&place, &args).spawn().unwrap();
     wait_for_checkpoint(&place, "state", 2);
-    signal("-9", process_0(&place, "e.json"));
+    signal("-9", process_by_words(&place, "e.json", 0));
     let output = child.wait_with_output().unwrap();
     let words = said(&output);
     assert_eq!(output.status.code(), Some(0), "{words}");
@@ -737,6 +741,40 @@ fn an_elastic_run_outlives_process_0() {
     assert!(!place.exists("state/elastic.json"), "the run is done");
     assert!(newest(&place, "state").0.ends_with("-step-300"));
     noted_once(&place, "e.jsonl", 300);
+    wait_for_none(&place, "e.json");
+}
+
+/// A run of GPUs goes on with those that are left, under a plan for a part of their cluster.
+#[test]
+fn an_elastic_run_of_gpus_goes_on_with_those_that_are_left() {
+    let Some(folder) = support::emulator() else {
+        return;
+    };
+    let place = Place::new();
+    let compile = ["compile", "config.json", "--precision", "f32"];
+    let of = ["--cluster", "h100-sxm*2+nvlink4", "--global-batch", "2"];
+    let pins = ["--pin", "data=2", "--pin", "zero=1"];
+    place.run(&[&compile[..], &of, &pins].concat()).expect(0);
+    let more = ["--steps", "40", "--processes", "--elastic", "-o", "e.json"];
+    let state = ["--checkpoint", "state", "--checkpoint-every", "2"];
+    let gpus = ["--backend", "cuda"];
+    let child = command(&place, &[&RUN[..], &more, &state, &gpus].concat())
+        .env("LD_LIBRARY_PATH", folder)
+        .env("MESHWRIGHT_EMULATOR_GPUS", "2")
+        .spawn()
+        .unwrap();
+    wait_for_checkpoint(&place, "state", 1);
+    signal("-9", process_by_words(&place, "e.json", 1));
+    let output = child.wait_with_output().unwrap();
+    let words = said(&output);
+    assert_eq!(output.status.code(), Some(0), "{words}");
+    assert!(
+        words.contains("going on with 1 rank in place of 2"),
+        "{words}"
+    );
+    let plan = run_json(&place, "e.plan-1-of-1-ranks.json");
+    assert_eq!(plan["cluster"]["missing"][0]["device"], 1, "{words}");
+    assert!(newest(&place, "state").0.ends_with("-step-40"));
     wait_for_none(&place, "e.json");
 }
 

@@ -31,16 +31,24 @@ pub fn ranks_of(loaded: &Loaded) -> usize {
 /// part of one more.
 ///
 /// Says why not for hosts that are not all equal.
-pub fn cluster_of(cluster: Cluster, ranks: u32) -> Result<Cluster, String> {
+pub fn cluster_of(mut cluster: Cluster, ranks: u32) -> Result<Cluster, String> {
     if cluster::is_of_cpu_ranks(&cluster) {
         return presets::with_ranks(cluster, ranks);
     }
-    let each = cluster.devices_per_host.max(1);
-    let mut left = presets::with_hosts(cluster, ranks.div_ceil(each))?;
-    let host = left.n_hosts.saturating_sub(1);
-    let there = ranks - host * each;
-    let missing = (there..each).map(|device| Missing { host, device });
-    left.missing.extend(missing);
+    // Devices that are not there are counted by no rank.
+    let gone = std::mem::take(&mut cluster.missing);
+    let each = cluster.devices_per_host;
+    let all = (0..cluster.n_hosts).flat_map(|host| (0..each).map(move |d| (host, d)));
+    let is_there =
+        |(host, device): &(u32, u32)| !gone.iter().any(|m| (m.host, m.device) == (*host, *device));
+    let kept: Vec<(u32, u32)> = all.filter(is_there).take(ranks as usize).collect();
+    let hosts = kept.last().map_or(1, |(host, _)| host + 1);
+    let mut left = presets::with_hosts(cluster, hosts)?;
+    let all = (0..hosts).flat_map(|host| (0..each).map(move |d| (host, d)));
+    let gone = all.filter(|d| !kept.contains(d));
+    left.missing = gone
+        .map(|(host, device)| Missing { host, device })
+        .collect();
     match left.problems() {
         problems if problems.is_empty() => Ok(left),
         problems => Err(problems.join("; ")),
@@ -90,6 +98,13 @@ mod tests {
         assert_eq!(of(24), (3, vec![]));
         assert_eq!(of(30), (4, vec![6, 7]));
         assert_eq!(of(7), (1, vec![7]));
+        // What is left may lose more.
+        let seven = cluster_of(cluster.clone(), 7).unwrap();
+        let missing = cluster_of(seven, 5).unwrap().missing;
+        assert_eq!(
+            missing.iter().map(|m| m.device).collect::<Vec<_>>(),
+            [5, 6, 7]
+        );
         let two = crate::cluster::load("dgx-h100:2,dgx-a100-80gb:2", None, None).unwrap();
         assert!(cluster_of(two, 8).unwrap_err().contains("not all equal"));
     }
