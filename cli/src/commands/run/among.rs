@@ -68,8 +68,12 @@ pub fn setting(args: &RunArgs) -> Result<Setting, Failure> {
     if args.mpi {
         return mpi();
     }
-    let launched = launcher::launched(&|name| std::env::var(name).ok())?;
-    let Some(launched) = launched else {
+    let env = |name: &str| std::env::var(name).ok();
+    let Some(launched) = launcher::launched(&env)? else {
+        // A launcher that has one host left gives the flags that it gave for several.
+        if launcher::is_there(&env) {
+            return Ok(Setting::Alone);
+        }
         let flags = [
             ("bind", args.bind.is_some()),
             ("rendezvous", args.rendezvous.is_some()),

@@ -87,13 +87,24 @@ const LAUNCHERS: [Variables; 4] = [
     },
 ];
 
+/// The launcher whose variables are set.
+fn launcher(env: &dyn Fn(&str) -> Option<String>) -> Option<&'static Variables> {
+    let is_set = |name: &&str| env(name).is_some_and(|v| !v.is_empty());
+    let of_launcher = |v: &&Variables| is_set(&v.index) && v.needs.iter().all(is_set);
+    LAUNCHERS.iter().find(of_launcher)
+}
+
+/// Whether a launcher started this process, be it the only one.
+pub fn is_there(env: &dyn Fn(&str) -> Option<String>) -> bool {
+    launcher(env).is_some()
+}
+
 /// Reads what the environment says; nothing without a launcher, or where it started one process.
 ///
 /// Fails when a variable is not what its launcher would set.
 pub fn launched(env: &dyn Fn(&str) -> Option<String>) -> Result<Option<Launched>, Failure> {
     let is_set = |name: &&str| env(name).is_some_and(|v| !v.is_empty());
-    let of_launcher = |v: &&Variables| is_set(&v.index) && v.needs.iter().all(is_set);
-    let Some(variables) = LAUNCHERS.iter().find(of_launcher) else {
+    let Some(variables) = launcher(env) else {
         return Ok(None);
     };
     let wrong = |name: &str, problem: String| {
@@ -223,6 +234,8 @@ mod tests {
     fn one_process_and_none_are_alone() {
         assert_eq!(of(&[]).unwrap(), None);
         assert_eq!(of(&[("RANK", "0"), ("WORLD_SIZE", "1")]).unwrap(), None);
+        assert!(is_there(&|name| (name == "RANK").then(|| "0".into())));
+        assert!(!is_there(&|_| None));
     }
 
     #[test]
