@@ -38,6 +38,7 @@ use ir::{Rank, ReduceKind, StreamId};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -110,6 +111,8 @@ pub struct World {
     table: Mutex<Table>,
     /// By rank, at least one: what it waits for may be there.
     changed: Vec<Condvar>,
+    /// By rank, how often that was.
+    news: Vec<AtomicU64>,
 }
 
 #[derive(Debug, Default)]
@@ -164,6 +167,7 @@ impl World {
             elsewhere,
             table: Mutex::default(),
             changed: (0..n_ranks.max(1)).map(|_| Condvar::new()).collect(),
+            news: (0..n_ranks.max(1)).map(|_| AtomicU64::new(0)).collect(),
         })
     }
     /// Whether a rank has failed, and with that the run.
@@ -179,6 +183,7 @@ impl World {
         Endpoint {
             world: Arc::clone(self),
             rank,
+            seen: AtomicU64::new(0),
             gathered: BTreeMap::new(),
             sent: BTreeMap::new(),
             received: BTreeMap::new(),
@@ -196,7 +201,7 @@ impl World {
     }
     fn failed(&self, by: Rank, reason: String) {
         self.lock().failed.get_or_insert((by, reason));
-        self.changed.iter().for_each(Condvar::notify_all);
+        self.wake_all();
     }
     fn leave(&self, rank: Rank) {
         self.left(rank);
@@ -204,7 +209,7 @@ impl World {
     }
     fn left(&self, rank: Rank) {
         self.lock().left.insert(rank);
-        self.changed.iter().for_each(Condvar::notify_all);
+        self.wake_all();
     }
     /// The process of these ranks is gone. Where they had not left before, that ends the run: of
     /// those who wait for one who waits for them, nobody would be told otherwise.
@@ -315,8 +320,18 @@ impl World {
     fn changed(&self, rank: Rank) -> &Condvar {
         &self.changed[rank.index() % self.changed.len()]
     }
+    fn news(&self, rank: Rank) -> &AtomicU64 {
+        &self.news[rank.index() % self.news.len()]
+    }
     fn wake(&self, rank: Rank) {
+        self.news(rank).fetch_add(1, Ordering::Release);
         self.changed(rank).notify_all();
+    }
+    fn wake_all(&self) {
+        for (news, changed) in self.news.iter().zip(&self.changed) {
+            news.fetch_add(1, Ordering::Release);
+            changed.notify_all();
+        }
     }
     fn lock(&self) -> MutexGuard<'_, Table> {
         // No code that holds the lock leaves the table half-changed, so a poisoned one is whole.
@@ -427,6 +442,8 @@ fn is_untaken(table: &Table, key: &(Channel, u64)) -> bool {
 pub struct Endpoint {
     pub(super) world: Arc<World>,
     pub(super) rank: Rank,
+    /// The news of the rank's that were there when it last rested.
+    seen: AtomicU64,
     gathered: BTreeMap<Communicator, u64>,
     sent: BTreeMap<Channel, u64>,
     received: BTreeMap<Channel, u64>,
@@ -455,11 +472,18 @@ impl Endpoint {
     pub(super) fn missing(&self, meeting: &Meeting) -> Vec<Rank> {
         missing(&self.world.lock(), meeting)
     }
-    /// Rests until something has changed for the rank, at most for `patience`.
+    /// Rests until something has changed for the rank since it last rested, at most for `patience`.
     pub(super) fn rests(&self, patience: Duration) {
         let table = self.world.lock();
-        // Whatever woke the rank, it looks again.
-        drop(self.world.changed(self.rank).wait_timeout(table, patience));
+        let news = self.world.news(self.rank);
+        let now = news.load(Ordering::Acquire);
+        // What came since then may have come after the rank looked for it.
+        if self.seen.swap(now, Ordering::Relaxed) == now {
+            // Whatever woke the rank, it looks again.
+            drop(self.world.changed(self.rank).wait_timeout(table, patience));
+            self.seen
+                .store(news.load(Ordering::Acquire), Ordering::Relaxed);
+        }
     }
 
     /// Brings `contribution` to the next meeting of a communicator: operands, or, where it shares
