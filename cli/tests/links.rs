@@ -1,4 +1,5 @@
-//! Hosts and the links between them. Four network namespaces stand in for hosts. Between two
+//! Hosts and the links between them. Four network namespaces stand in for hosts, joined by a bridge or
+//! by a network that loses packets, hands them on twice, late or with a bit turned. Between two
 //! processes stands a go-between, who hands on what each says to the other, or does so late,
 //! slowly, in pieces, in one direction alone, or with a bit turned.
 #![cfg(target_os = "linux")]
@@ -249,9 +250,9 @@ fn on_four_hosts(
     args: &[&str],
     variables: &[(&str, &str)],
 ) -> std::io::Result<Output> {
-    let mut command = Command::new("unshare");
+    let mut command = Command::new("timeout");
     command
-        .args(["-Urmn", "bash"])
+        .args(["--kill-after=1", "120", "unshare", "-Urmn", "bash"])
         .arg(repository().join("cli/tests/support/hosts.sh"))
         .args(args)
         .envs(variables.iter().copied())
@@ -301,6 +302,79 @@ fn hosts_with_addresses_of_their_own_train_as_one() {
     let waits = waits(&place, "apart.json");
     assert!(waits[0].0.starts_with("send  recv "), "{waits:?}");
     assert!(waits[0].1 > 0.02, "{waits:?}");
+}
+
+/// Four hosts behind a network with these faults, in the words of `netem.c`: what became of the run, and
+/// how many packets that network had, lost, handed on twice, held back, had others overtake, and
+/// spoilt. None where this machine lets nobody make one.
+fn behind(place: &Place, faults: &str, more: &[&str]) -> Option<(Output, [u64; 6])> {
+    let netem = support::built(place, "netem.c", "netem", &[]);
+    let variables = [("NETEM", netem.to_str().unwrap()), ("FAULTS", faults)];
+    let each = ["each", env!("CARGO_BIN_EXE_meshwright")];
+    let network = ["--bind", "10.9.0.1", "--token-file", "token"];
+    let args = [&each[..], &RUN, &["-o", "apart.json"], &network, more].concat();
+    let began = Instant::now();
+    let output = on_four_hosts(place, &args, &variables).unwrap();
+    let words = said(&output);
+    if output.status.code() == Some(NO_DEVICE) {
+        println!("skipped: /dev/net/tun cannot be used here: {words}");
+        return None;
+    }
+    let took = began.elapsed();
+    assert!(took < Duration::from_secs(100), "it hung: {words}");
+    let did = words.split("netem: ").nth(1).expect("it says what it did");
+    let did = did.split(", ").map(|what| what.split(' ').next().unwrap());
+    let did: Vec<u64> = did.map(|n| n.parse().unwrap()).collect();
+    println!("{faults}: {did:?} in {took:.1?}, {}", output.status);
+    Some((output, did.try_into().unwrap()))
+}
+
+/// The exit code of `hosts.sh` where there is no `/dev/net/tun` for this user.
+const NO_DEVICE: i32 = 77;
+
+/// TCP sends again what is lost, and puts in order what comes twice, late or spoilt.
+#[test]
+fn a_network_that_loses_repeats_and_reorders_packets_changes_no_bit() {
+    let Some((place, alone)) = four_hosts() else {
+        return;
+    };
+    let faults = "loss=5 twice=5 late=10 spoil=1 seed=31";
+    let Some((output, did)) = behind(&place, faults, &["--steps", "4"]) else {
+        return;
+    };
+    assert!(output.status.success(), "{}", said(&output));
+    assert_eq!(steps(&place, "apart.json"), alone);
+    assert!(did.iter().all(|n| *n > 0), "nothing went wrong: {did:?}");
+    // Steps as if to the other side of the earth.
+    let far = "delay_ms=200 after=620";
+    let (output, did) = behind(&place, far, &["--steps", "2"]).unwrap();
+    assert!(output.status.success(), "{}", said(&output));
+    assert_eq!(steps(&place, "apart.json"), alone[..2]);
+    assert!(did[3] > 0, "no packet was late");
+}
+
+/// Where almost nothing comes through a run comes to its end late, or ends and says whom it lost.
+#[test]
+fn a_network_that_loses_a_third_of_all_packets_hangs_nobody() {
+    let Some((place, alone)) = four_hosts() else {
+        return;
+    };
+    for time_out in ["60", "1"] {
+        let more = ["--steps", "2", "--time-out", time_out];
+        let Some((output, did)) = behind(&place, "loss=30 after=400 seed=30", &more) else {
+            return;
+        };
+        assert!(did[1] > 0, "none was lost: {did:?}");
+        let words = said(&output);
+        match output.status.code() {
+            Some(0) => assert_eq!(steps(&place, "apart.json"), alone[..2]),
+            Some(6) => assert!(words.contains("rank"), "{words}"),
+            _ => panic!("{words}"),
+        }
+        if place.exists("apart.json") {
+            std::fs::remove_file(place.path("apart.json")).unwrap();
+        }
+    }
 }
 
 /// Four hosts with two emulated GPUs each, whose ranks meet by NCCL within and across.

@@ -6,24 +6,41 @@
 #   hosts.sh each CMD     and runs CMD on each, with what a launcher says in its environment
 #   hosts.sh mpirun CMD   and has Open MPI run it, by a daemon on each
 #
-# With SLOW=3 RATE=2mbit what host 3 sends leaves it at that rate.
+# With SLOW=3 RATE=2mbit what host 3 sends leaves it at that rate. With NETEM, the program of netem.c, and
+# FAULTS='loss=5 late=10', it stands between the hosts in place of the bridge. TCP sends again after
+# 20 ms there, not 200, for tests to be quick.
 set -eu
 how=${1:-nothing}
 [ "$#" = 0 ] || shift
 mount -t tmpfs tmpfs /run
 mkdir -p /run/netns
 ip link set lo up
-ip link add br0 type bridge
-ip addr add 10.9.0.254/24 dev br0
-ip link set br0 up
+if [ -n "${NETEM:-}" ]; then
+    # shellcheck disable=SC2086 # Faults are words.
+    "$NETEM" 4 $FAULTS &
+    netem=$!
+    until ip link show t3 >/run/t3 2>&1; do
+        kill -0 "$netem" || exit 77
+        sleep 0.02
+    done
+else
+    ip link add br0 type bridge
+    ip addr add 10.9.0.254/24 dev br0
+    ip link set br0 up
+fi
 for i in 0 1 2 3; do
     ip netns add h$i
-    ip link add v$i type veth peer name e0 netns h$i
-    ip link set v$i master br0
-    ip link set v$i up
+    if [ -n "${NETEM:-}" ]; then
+        ip link set t$i netns h$i name e0
+    else
+        ip link add v$i type veth peer name e0 netns h$i
+        ip link set v$i master br0
+        ip link set v$i up
+    fi
     ip -n h$i addr add 10.9.0.$((i + 1))/24 dev e0
     ip -n h$i link set e0 up
     ip -n h$i link set lo up
+    [ -z "${NETEM:-}" ] || ip -n h$i route change 10.9.0.0/24 dev e0 rto_min 20ms
 done
 if [ -n "${SLOW:-}" ]; then
     tc -n "h$SLOW" qdisc add dev e0 root tbf rate "$RATE" burst 5kb latency 2s
@@ -37,7 +54,13 @@ each)
             ip netns exec h$i unshare -u sh -c "hostname host$i && exec \"\$@\"" sh "$@" &
         pids="$pids $!"
     done
-    for pid in $pids; do wait "$pid"; done
+    code=0
+    for pid in $pids; do wait "$pid" || code=$?; done
+    if [ -n "${NETEM:-}" ]; then
+        kill "$netem"
+        wait "$netem" || code=$?
+    fi
+    exit $code
     ;;
 mpirun)
     cp /etc/hosts /run/hosts

@@ -210,14 +210,20 @@ pub fn repository() -> PathBuf {
 
 /// Builds the library that makes files go wrong (`faults.c`), in a place.
 pub fn faults(place: &Place) -> PathBuf {
-    let library = place.path("faults.so");
+    built(place, "faults.c", "faults.so", &["-shared", "-fPIC"])
+}
+
+/// Builds a program or library of a file of C that stands here, in a place, by this name.
+pub fn built(place: &Place, source: &str, name: &str, flags: &[&str]) -> PathBuf {
+    let made = place.path(name);
     let built = Command::new(std::env::var("CC").unwrap_or("cc".into()))
-        .args(["-shared", "-fPIC", "-O1", "-o"])
-        .arg(&library)
-        .arg(repository().join("cli/tests/support/faults.c"))
+        .args(flags)
+        .args(["-O1", "-o"])
+        .arg(&made)
+        .arg(repository().join("cli/tests/support").join(source))
         .output()
         .unwrap();
     let said = String::from_utf8_lossy(&built.stderr);
     assert!(built.status.success(), "{said}");
-    library
+    made
 }
