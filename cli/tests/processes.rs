@@ -4,10 +4,17 @@
 
 mod support;
 
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
+use std::io::{BufRead, BufReader};
+use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, channel};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use support::{Place, assert_no_panic, said};
+use support::{CONFIG, Place, assert_no_panic, said};
 
 const RUN: [&str; 4] = ["run", "plan.json", "--data", "text.txt"];
 
@@ -947,6 +954,74 @@ fn lose_one_of_two(place: &Place, zero: &str, every: &str) -> String {
     wait_for_none(place, "e.json");
     words
 }
+/// Kills until nothing is left: a run of three goes on with two, then with one. When that is killed, too,
+/// nobody is there to say so; what is on the disk is whole, and the run goes on from it.
+#[test]
+fn an_elastic_run_is_killed_until_nothing_is_left() {
+    let place = Place::new();
+    let compile = ["compile", "config.json", "--cluster", "cpu-default"];
+    let pins = ["--ranks", "3", "--global-batch", "6", "--pin", "data=3"];
+    place.run(&[&compile[..], &pins].concat()).expect(0);
+    let more = ["--steps", "100000000", "--processes", "--elastic"];
+    let state = ["--checkpoint", "state", "--checkpoint-every", "20"];
+    let kept = [
+        "--metrics",
+        "e.jsonl",
+        "--record",
+        "records",
+        "-o",
+        "e.json",
+    ];
+    let args = [&RUN[..], &more, &state, &kept].concat();
+    let mut child = command(&place, &args).spawn().unwrap();
+    let words = BufReader::new(child.stderr.take().unwrap());
+    let mut words = words.lines().map(|line| line.unwrap());
+    let mut said = String::new();
+    let mut until = |said: &mut String, what: &str| {
+        let found = words.find(|line| {
+            *said += &format!("{line}\n");
+            line.contains(what)
+        });
+        assert!(found.is_some(), "`{what}` is not in:\n{said}");
+    };
+    let kill = |id: u32| {
+        let pid = Pid::from_raw(id.cast_signed()).unwrap();
+        kill_process(pid, Signal::KILL).unwrap();
+    };
+    let lost_steps = |n: usize| {
+        let plan = format!("e.plan-{n}-of-{}-ranks.json", 3 - n);
+        place.run(&["check", &plan]).expect(0);
+        plan
+    };
+    kill(process_of(&place, 2));
+    until(&mut said, "lost: rank2 is lost");
+    until(&mut said, "going on with 2 ranks in place of 3");
+    kill(process_of(&place, 1));
+    until(&mut said, "lost: rank1 is lost");
+    until(&mut said, "going on with 1 rank in place of 2");
+    lost_steps(1);
+    let last_plan = lost_steps(2);
+    let last = process_of(&place, 0);
+    assert_eq!(last, child.id(), "one process is left, the first one");
+    assert_eq!(processes_of(&place, "e.json"), [last]);
+    kill(last);
+    let ended = child.wait().unwrap();
+    assert_eq!(ended.signal(), Some(9), "{said}");
+    wait_for_none(&place, "e.json");
+    assert!(!place.exists("e.json"), "the run is not done");
+    let (newest, _) = newest(&place, "state");
+    let at: u64 = newest.rsplit('-').next().unwrap().parse().unwrap();
+    let resume = ["run", &last_plan, "--data", "text.txt", "--resume", "state"];
+    let rest = ["--steps", "3", "--metrics", "e.jsonl", "-o", "rest.json"];
+    place.run(&[&resume[..], &rest].concat()).expect(0);
+    assert_eq!(
+        steps(&run_json(&place, "rest.json"))[0][0],
+        at.to_string(),
+        "it goes on from {newest}"
+    );
+    noted_once(&place, "e.jsonl", at + 3);
+}
+
 
 /// Replicas have all states: of a run that lost a rank long before its first checkpoint no step is
 /// made again, and what it goes on from is the state of an undisturbed run, to the bit.
@@ -1314,4 +1389,157 @@ fn a_rank_that_hangs_is_found_by_its_record() {
         .run(&["doctor", "plan.json", "."])
         .expect(3)
         .says(&["no records of ranks"]);
+}
+
+/// Lets processes go on for three of seven milliseconds, which is about half of their speed, from when it
+/// is made until it is dropped.
+struct Slowed(Arc<AtomicBool>, Option<JoinHandle<()>>);
+
+impl Slowed {
+    fn these(ids: &[u32]) -> Self {
+        let ids: Vec<Pid> = ids
+            .iter()
+            .map(|id| Pid::from_raw(id.cast_signed()).unwrap())
+            .collect();
+        let is_over = Arc::new(AtomicBool::new(false));
+        let seen = Arc::clone(&is_over);
+        let thread = std::thread::spawn(move || {
+            let all = |signal, milliseconds| {
+                for id in &ids {
+                    kill_process(*id, signal).unwrap();
+                }
+                std::thread::sleep(Duration::from_millis(milliseconds));
+            };
+            while !seen.load(Ordering::Relaxed) {
+                all(Signal::STOP, 4);
+                all(Signal::CONT, 3);
+            }
+        });
+        Slowed(is_over, Some(thread))
+    }
+}
+
+impl Drop for Slowed {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+        let _ = self.1.take().map(JoinHandle::join);
+    }
+}
+
+/// The words of a run, line by line, and how many steps its metrics have.
+struct Watched<'a> {
+    place: &'a Place,
+    lines: Receiver<String>,
+    said: Vec<String>,
+}
+
+impl Watched<'_> {
+    fn steps(&self) -> usize {
+        let rows = std::fs::read_to_string(self.place.path("slow.csv"));
+        rows.unwrap_or_default().lines().count().saturating_sub(1)
+    }
+    /// Waits until so many more steps are done, or something is said with one of these words: which
+    /// one, and after how many steps.
+    fn hears(&mut self, steps: usize, words: &[&str]) -> (Option<usize>, usize) {
+        let (before, since) = (self.steps(), Instant::now());
+        loop {
+            let n = self.steps() - before;
+            while let Ok(line) = self.lines.try_recv() {
+                self.said.push(line.clone());
+                if let Some(found) = words.iter().position(|w| line.contains(w)) {
+                    return (Some(found), n);
+                }
+            }
+            if n >= steps {
+                return (None, n);
+            }
+            let is_slow = since.elapsed() > Duration::from_secs(60);
+            assert!(!is_slow, "{n} of {steps} steps: {:#?}", self.said);
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+}
+
+/// Seconds of processors that have been in use on this machine, and those of these processes.
+fn in_use(ids: &[u32]) -> [f64; 2] {
+    // The unit of both: clock ticks of a hundredth of a second.
+    let numbers = |path: String, from: usize, n: usize| -> f64 {
+        let text = std::fs::read_to_string(path).unwrap_or_default();
+        let line = text.lines().next().unwrap_or_default();
+        let line = line.rsplit_once(") ").map_or(line, |l| l.1);
+        let ticks = line.split_whitespace().skip(from).take(n);
+        ticks.filter_map(|t| t.parse::<f64>().ok()).sum::<f64>() / 100.0
+    };
+    // Of the machine: user, nice and system; steal.
+    let all = numbers("/proc/stat".into(), 1, 3) + numbers("/proc/stat".into(), 8, 1);
+    let of = |id: &u32| numbers(format!("/proc/{id}/stat"), 11, 2);
+    [all, ids.iter().map(of).sum()]
+}
+
+/// Processors that other work of this machine may take, on the average of a test: this one's own thread
+/// takes some hundredths of one.
+const MOST_OF_OTHERS: f64 = 0.15;
+
+/// A processor that becomes slow is named within three windows of steps, and when it is slow no more
+/// that is said within two; where all are slow alike nobody is named.
+#[test]
+fn a_process_at_half_its_speed_is_named_until_it_has_all_again() {
+    if std::env::var("RUN_SLOW_TESTS").is_err() {
+        eprintln!("skipped: RUN_SLOW_TESTS is not set");
+        return;
+    }
+    let place = Place::new();
+    // Steps are longer than a process is stopped at a time.
+    let larger = CONFIG
+        .replace("\"n_embd\": 16", "\"n_embd\": 64")
+        .replace("\"n_positions\": 16", "\"n_positions\": 64");
+    place.write("config.json", larger);
+    let compile = ["compile", "config.json", "--cluster", "cpu-default"];
+    let pins = ["--ranks", "2", "--global-batch", "8", "--pin", "data=2"];
+    place.run(&[&compile[..], &pins].concat()).expect(0);
+    let more = ["--steps", "100000000", "--processes", "-o", "slow.json"];
+    let watched = ["--metrics", "slow.csv", "--record", "records"];
+    let args = [&RUN[..], &more, &watched].concat();
+    let mut child = command(&place, &args).spawn().unwrap();
+    let ids = [child.id(), process_of(&place, 1)];
+    let (tell, lines) = channel();
+    let words = BufReader::new(child.stderr.take().unwrap());
+    std::thread::spawn(move || words.lines().flatten().try_for_each(|line| tell.send(line)));
+    let mut run = Watched {
+        place: &place,
+        lines,
+        said: Vec::new(),
+    };
+    let findings = ["rank1 works", "rank0 works", "all ranks wait"];
+    let (before, since) = (in_use(&ids), Instant::now());
+    // A window to become warm, and one to compare with.
+    let quiet = run.hears(45, &findings);
+    let alike = {
+        let _all = Slowed::these(&ids);
+        run.hears(60, &findings)
+    };
+    let between = run.hears(40, &findings);
+    let named = {
+        let _one = Slowed::these(&ids[1..]);
+        run.hears(80, &findings)
+    };
+    let over = run.hears(60, &["rank1 is as fast as the others again"]);
+    let ([all, own], seconds) = (in_use(&ids), since.elapsed().as_secs_f64());
+    let others = ((all - before[0]) - (own - before[1])) / seconds;
+    child.kill().unwrap();
+    child.wait().unwrap();
+    wait_for_none(&place, "slow.json");
+    let all = format!(
+        "quiet {quiet:?} alike {alike:?} between {between:?} named {named:?} over {over:?}, others' work: {others:.2} processors, {:#?}",
+        run.said
+    );
+    println!("{all}");
+    // On a machine with other work no processor can be told from another one.
+    let is_busy = run.said.iter().any(|line| line.contains("the host busy"));
+    if is_busy || others > MOST_OF_OTHERS {
+        println!("not told: this machine has other work");
+    } else {
+        assert_eq!((quiet.0, alike.0, between.0), (None, None, None), "{all}");
+        assert_eq!((named.0, over.0), (Some(0), Some(0)), "{all}");
+    }
 }
