@@ -1,5 +1,6 @@
 //! The duties of every fabric, whatever carries its messages: a test of a fabric calls [`passes`]
-//! with a way to open worlds of it. Each case panics with what was expected.
+//! with a way to open worlds of it, or [`passes_apart`] in each of several processes that have the
+//! ranks. Each case panics with what was expected.
 //!
 //! Results are worked out here element by element, from the definition of the collective. Where a
 //! fabric sums in an order of its own ([`Order::Library`]) they may differ by rounding, but never
@@ -13,13 +14,15 @@ use crate::execute::{Local, narrow, widen};
 use ir::collective::CollectiveKind::{self, AllGather, AllReduce, AllToAll, ReduceScatter, Shift};
 use ir::reshard::Tile;
 use ir::{DType, LocalRange, Rank, ReduceKind, StreamId};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Barrier};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Barrier, Mutex, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
 
-/// Opens a world: for each of so many ranks a device whose arena has so many bytes, and its fabric
-/// with this timeout.
+/// Opens a world: for each of so many ranks, or those of them that this process has, a device whose
+/// arena has so many bytes, and its fabric with this timeout.
 pub type Open<'a, D, F> = &'a dyn Fn(u32, usize, Duration) -> Vec<(D, F)>;
+/// Brings words of these ranks together beside the fabric, where several processes have them: takes
+/// one's own, and gives all in this order once all have come.
+pub type Gather<'a> = &'a (dyn Fn(&[Rank], Rank, String) -> Vec<String> + Sync);
 
 /// Longest that a rank waits where all goes well.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -28,37 +31,91 @@ const IMPATIENCE: Duration = Duration::from_millis(100);
 const STREAM: StreamId = StreamId(0);
 const MIB: usize = 1 << 20;
 
-/// Runs all cases.
+/// Runs all cases, on worlds whose ranks are all in this process.
 pub fn passes<D: Device, F: Fabric<D>>(open: Open<'_, D, F>) {
+    passes_all(open, None);
+}
+
+/// Runs all cases in each of the processes that have the ranks.
+pub fn passes_apart<D: Device, F: Fabric<D>>(open: Open<'_, D, F>, gather: Gather<'_>) {
+    passes_all(open, Some(gather));
+}
+
+fn passes_all<D: Device, F: Fabric<D>>(open: Open<'_, D, F>, apart: Option<Gather<'_>>) {
     every_collective_of_every_type_and_size(open);
-    buffers_go_together_and_in_place(open);
+    buffers_go_together_and_in_place(open, apart);
     groups_meet_at_the_same_time(open);
     communicators_of_one_group_meet_in_any_order(open);
     exchanges_bring_blocks_to_their_places(open);
     messages_keep_their_order(open);
-    a_send_is_over_when_its_receiver_has_begun(open);
-    barriers_hold_all_back(open);
-    other_calls_are_told(open);
+    a_send_is_over_when_its_receiver_has_begun(open, apart);
+    barriers_hold_all_back(open, apart);
+    other_calls_are_told(open, apart);
     a_rank_outside_of_the_group_is_told(open);
-    the_watchdog_names_who_is_missing(open);
-    a_failure_ends_all_waiting(open);
-    a_rank_that_dies_is_named(open);
+    the_watchdog_names_who_is_missing(open, apart);
+    a_failure_ends_all_waiting(open, apart);
+    a_rank_that_dies_is_named(open, apart);
 }
 
-/// Does the same on all ranks of a world, each a thread.
-fn on_ranks<D: Device, F: Fabric<D>, T: Send>(
-    world: Vec<(D, F)>,
-    act: impl Fn(Member<D, F>) -> T + Sync,
-) -> Vec<T> {
+/// Words between some ranks of a world, beside the fabric.
+enum Words<'a> {
+    /// All are threads of this process.
+    Here {
+        among: Vec<Rank>,
+        said: Mutex<Vec<String>>,
+        all: Barrier,
+    },
+    Apart {
+        among: Vec<Rank>,
+        gather: Gather<'a>,
+    },
+}
+
+impl<'a> Words<'a> {
+    fn among(ids: &[u32], apart: Option<Gather<'a>>) -> Self {
+        let among = ranks(ids);
+        match apart {
+            Some(gather) => Words::Apart { among, gather },
+            None => Words::Here {
+                said: Mutex::new(vec![String::new(); ids.len()]),
+                all: Barrier::new(ids.len()),
+                among,
+            },
+        }
+    }
+    /// The words of all, once all have come.
+    fn gather(&self, of: Rank, word: String) -> Vec<String> {
+        match self {
+            Words::Apart { among, gather } => gather(among, of, word),
+            Words::Here { among, said, all } => {
+                let lock = || said.lock().unwrap_or_else(PoisonError::into_inner);
+                let place = among.iter().position(|r| *r == of);
+                lock()[place.expect("it is one of them")] = word;
+                all.wait();
+                let said = lock().clone();
+                // Nobody says something new before all have heard.
+                all.wait();
+                said
+            }
+        }
+    }
+    fn wait(&self, of: Rank) {
+        self.gather(of, String::new());
+    }
+}
+
+/// Does the same on all ranks of a world that are here, each a thread.
+fn on_ranks<D: Device, F: Fabric<D>>(world: Vec<(D, F)>, act: impl Fn(Member<D, F>) + Sync) {
     let act = &act;
     std::thread::scope(|scope| {
         let ranks = world
             .into_iter()
             .map(|(device, fabric)| scope.spawn(move || act(Member { device, fabric })));
         let ranks: Vec<_> = ranks.collect();
-        let done = ranks.into_iter().map(|r| r.join());
-        done.map(|r| r.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-            .collect()
+        for rank in ranks {
+            rank.join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        }
     })
 }
 
@@ -349,8 +406,12 @@ fn one_collective<D: Device, F: Fabric<D>>(
     }
 }
 
-fn buffers_go_together_and_in_place<D: Device, F: Fabric<D>>(open: Open<'_, D, F>) {
+fn buffers_go_together_and_in_place<D: Device, F: Fabric<D>>(
+    open: Open<'_, D, F>,
+    apart: Option<Gather<'_>>,
+) {
     let (f32, bf16) = (DType::F32, DType::Bf16);
+    let open = (open, apart);
     together(open, &[(f32, 5), (bf16, 3), (f32, 0), (f32, 20_000)]);
     // Around 64 KiB, with gaps between buffers and without: there a fabric may change its way.
     for n in 16_379..16_386 {
@@ -360,9 +421,13 @@ fn buffers_go_together_and_in_place<D: Device, F: Fabric<D>>(open: Open<'_, D, F
 }
 
 /// Buffers through one sum, in place.
-fn together<D: Device, F: Fabric<D>>(open: Open<'_, D, F>, sizes: &[(DType, usize)]) {
+fn together<D: Device, F: Fabric<D>>(
+    (open, apart): (Open<'_, D, F>, Option<Gather<'_>>),
+    sizes: &[(DType, usize)],
+) {
     let group = ranks(&[1, 0, 2]);
-    let results = on_ranks(open(3, MIB, PATIENCE), |mut member| {
+    let words = Words::among(&[0, 1, 2], apart);
+    on_ranks(open(3, MIB, PATIENCE), |mut member| {
         let mut at = 0;
         let mut places = Vec::new();
         for &(dtype, n) in sizes {
@@ -381,24 +446,29 @@ fn together<D: Device, F: Fabric<D>>(open: Open<'_, D, F>, sizes: &[(DType, usiz
             .call(named(CallKind::Collective(of)), both)
             .expect("it sums");
         let sums: Vec<Vec<u8>> = places.iter().map(|&at| member.get(at)).collect();
-        sums
-    });
-    assert!(
-        results.iter().all(|r| *r == results[0]),
-        "members have other sums of {sizes:?}"
-    );
-    for (&(dtype, n), result) in sizes.iter().zip(&results[0]) {
-        let sums = loaded(dtype, result);
-        let term = |&r: &Rank| loaded(dtype, &numbers(dtype, r, n));
-        let terms: Vec<Vec<f32>> = group.iter().map(term).collect();
-        let tolerance = if dtype == DType::F32 { 1e-4 } else { 1e-2 };
-        for (i, &sum) in sums.iter().enumerate() {
-            let expected: f32 = terms.iter().map(|t| t[i]).sum();
-            assert!(
-                (sum - expected).abs() <= tolerance * expected.abs().max(1.0),
-                "{sum} is not {expected}, element {i} of {sizes:?}"
-            );
+        let hash = blake3::hash(&sums.concat()).to_hex().to_string();
+        let hashes = words.gather(member.rank(), hash);
+        assert!(
+            hashes.iter().all(|h| *h == hashes[0]),
+            "members have other sums of {sizes:?}"
+        );
+        for (&(dtype, n), result) in sizes.iter().zip(&sums) {
+            are_sums_of(&group, (dtype, n), result);
         }
+    });
+}
+
+/// Whether these are the sums of what the members of a group bring.
+fn are_sums_of(group: &[Rank], (dtype, n): (DType, usize), result: &[u8]) {
+    let term = |&r: &Rank| loaded(dtype, &numbers(dtype, r, n));
+    let terms: Vec<Vec<f32>> = group.iter().map(term).collect();
+    let tolerance = if dtype == DType::F32 { 1e-4 } else { 1e-2 };
+    for (i, &sum) in loaded(dtype, result).iter().enumerate() {
+        let expected: f32 = terms.iter().map(|t| t[i]).sum();
+        assert!(
+            (sum - expected).abs() <= tolerance * expected.abs().max(1.0),
+            "{sum} is not {expected}, element {i} of {n} {dtype:?}"
+        );
     }
 }
 
@@ -609,12 +679,15 @@ fn messages_keep_their_order<D: Device, F: Fabric<D>>(open: Open<'_, D, F>) {
     });
 }
 
-fn a_send_is_over_when_its_receiver_has_begun<D: Device, F: Fabric<D>>(open: Open<'_, D, F>) {
-    let polled = Barrier::new(2);
+fn a_send_is_over_when_its_receiver_has_begun<D: Device, F: Fabric<D>>(
+    open: Open<'_, D, F>,
+    apart: Option<Gather<'_>>,
+) {
+    let polled = Words::among(&[0, 1], apart);
     on_ranks(open(2, MIB, PATIENCE), |mut member| {
         let (call, places) = side(member.rank());
         if member.rank() == Rank(1) {
-            polled.wait();
+            polled.wait(Rank(1));
             member.call(call, places).expect("a row comes");
             return;
         }
@@ -624,26 +697,37 @@ fn a_send_is_over_when_its_receiver_has_begun<D: Device, F: Fabric<D>>(open: Ope
             assert_eq!(over.expect("it waits"), None, "nobody has received");
             member.fabric.rest(Duration::from_millis(1));
         }
-        polled.wait();
+        polled.wait(Rank(0));
         let over = member.fabric.wait(&mut member.device, ticket);
         over.expect("the row was received");
     });
 }
 
-fn barriers_hold_all_back<D: Device, F: Fabric<D>>(open: Open<'_, D, F>) {
-    let came = AtomicUsize::new(0);
+fn barriers_hold_all_back<D: Device, F: Fabric<D>>(
+    open: Open<'_, D, F>,
+    apart: Option<Gather<'_>>,
+) {
+    let words = Words::among(&[0, 1, 2, 3], apart);
     on_ranks(open(4, MIB, PATIENCE), |mut member| {
         let group = ranks(&[0, 1, 2, 3]);
-        for round in 1..=10 {
-            came.fetch_add(1, Ordering::SeqCst);
+        // When it came to each barrier, and when it went on.
+        let mut times = Vec::new();
+        for _ in 0..10 {
+            let came = SystemTime::now();
             let done = member.fabric.barrier(&mut member.device, &group);
             done.expect("all come");
-            let n = came.load(Ordering::SeqCst);
-            assert!(
-                n >= 4 * round,
-                "{n} of {} came to barrier {round}",
-                4 * round
-            );
+            times.push([came, SystemTime::now()].map(since_1970));
+        }
+        let said = times.iter().map(|[came, went]| format!("{came} {went}"));
+        let said = said.collect::<Vec<_>>().join("\n");
+        let all = words.gather(member.rank(), said);
+        for (round, [_, went]) in times.iter().enumerate() {
+            let came = |of: &String| -> u128 {
+                let round = of.lines().nth(round).and_then(|l| l.split(' ').next());
+                round.expect("a time").parse().expect("a number")
+            };
+            let last = all.iter().map(came).max();
+            assert!(last <= Some(*went), "not all had come to barrier {round}");
         }
         let sum = Call::world_sum(group, 3);
         let at = place(0, 12);
@@ -657,7 +741,13 @@ fn barriers_hold_all_back<D: Device, F: Fabric<D>>(open: Open<'_, D, F>) {
     });
 }
 
-fn other_calls_are_told<D: Device, F: Fabric<D>>(open: Open<'_, D, F>) {
+/// Nanoseconds, on the clock that processes of a host share.
+fn since_1970(at: SystemTime) -> u128 {
+    let since = at.duration_since(SystemTime::UNIX_EPOCH);
+    since.map_or(0, |t| t.as_nanos())
+}
+
+fn other_calls_are_told<D: Device, F: Fabric<D>>(open: Open<'_, D, F>, apart: Option<Gather<'_>>) {
     let sum = AllReduce(ReduceKind::Sum);
     let cases = [
         (AllReduce(ReduceKind::Max), vec![whole(DType::F32, 4)]),
@@ -667,7 +757,8 @@ fn other_calls_are_told<D: Device, F: Fabric<D>>(open: Open<'_, D, F>) {
         (sum, vec![whole(DType::F32, 4); 2]),
     ];
     for (kind, items) in cases {
-        let errors = on_ranks(open(2, MIB, PATIENCE), |mut member| {
+        let words = Words::among(&[0, 1], apart);
+        on_ranks(open(2, MIB, PATIENCE), |mut member| {
             let (kind, items) = match member.rank() {
                 Rank(0) => (sum, vec![whole(DType::F32, 4)]),
                 _ => (kind, items.clone()),
@@ -682,11 +773,14 @@ fn other_calls_are_told<D: Device, F: Fabric<D>>(open: Open<'_, D, F>) {
                 outputs: places,
             };
             let error = member.call(named(CallKind::Collective(of)), places);
-            error.expect_err("the calls do not fit").to_string()
+            let error = error.expect_err("the calls do not fit").to_string();
+            // As a rank does, so that the other one goes on.
+            member.fabric.abort(&error);
+            let errors = words.gather(member.rank(), error);
+            let told = errors.iter().find(|e| e.contains("brought"));
+            let told = told.unwrap_or_else(|| panic!("nobody says what does not fit: {errors:?}"));
+            assert!(told.contains("all_reduce of 4 f32"), "{told}");
         });
-        let told = errors.iter().find(|e| e.contains("brought"));
-        let told = told.unwrap_or_else(|| panic!("nobody says what does not fit: {errors:?}"));
-        assert!(told.contains("all_reduce of 4 f32"), "{told}");
     }
 }
 
@@ -700,8 +794,11 @@ fn a_rank_outside_of_the_group_is_told<D: Device, F: Fabric<D>>(open: Open<'_, D
     });
 }
 
-fn the_watchdog_names_who_is_missing<D: Device, F: Fabric<D>>(open: Open<'_, D, F>) {
-    let over = Barrier::new(3);
+fn the_watchdog_names_who_is_missing<D: Device, F: Fabric<D>>(
+    open: Open<'_, D, F>,
+    apart: Option<Gather<'_>>,
+) {
+    let over = Words::among(&[0, 1, 2], apart);
     on_ranks(open(3, MIB, IMPATIENCE), |mut member| {
         assert_eq!(member.fabric.timeout(), IMPATIENCE);
         if member.rank() != Rank(1) {
@@ -714,9 +811,9 @@ fn the_watchdog_names_who_is_missing<D: Device, F: Fabric<D>>(open: Open<'_, D, 
             );
             assert!(error.to_string().contains("barrier"), "{error}");
         }
-        over.wait();
+        over.wait(member.rank());
     });
-    let over = Barrier::new(2);
+    let over = Words::among(&[0, 1], apart);
     on_ranks(open(2, MIB, IMPATIENCE), |mut member| {
         // Rank 0 sends to a rank that does not receive.
         if member.rank() == Rank(0) {
@@ -727,13 +824,16 @@ fn the_watchdog_names_who_is_missing<D: Device, F: Fabric<D>>(open: Open<'_, D, 
                 "{error}"
             );
         }
-        over.wait();
+        over.wait(member.rank());
     });
 }
 
-fn a_failure_ends_all_waiting<D: Device, F: Fabric<D>>(open: Open<'_, D, F>) {
+fn a_failure_ends_all_waiting<D: Device, F: Fabric<D>>(
+    open: Open<'_, D, F>,
+    apart: Option<Gather<'_>>,
+) {
     let began = Instant::now();
-    let over = Barrier::new(3);
+    let over = Words::among(&[0, 1, 2], apart);
     on_ranks(open(3, MIB, PATIENCE), |mut member| {
         let all = ranks(&[0, 1, 2]);
         if member.rank() == Rank(2) {
@@ -751,14 +851,17 @@ fn a_failure_ends_all_waiting<D: Device, F: Fabric<D>>(open: Open<'_, D, F>) {
                 assert!(error.is_consequence());
             }
         }
-        over.wait();
+        over.wait(member.rank());
     });
     assert!(began.elapsed() < PATIENCE, "the watchdog ended it");
 }
 
-fn a_rank_that_dies_is_named<D: Device, F: Fabric<D>>(open: Open<'_, D, F>) {
+fn a_rank_that_dies_is_named<D: Device, F: Fabric<D>>(
+    open: Open<'_, D, F>,
+    apart: Option<Gather<'_>>,
+) {
     let began = Instant::now();
-    let over = Barrier::new(2);
+    let over = Words::among(&[0, 2], apart);
     on_ranks(open(3, MIB, PATIENCE), |mut member| {
         if member.rank() == Rank(1) {
             return;
@@ -771,7 +874,7 @@ fn a_rank_that_dies_is_named<D: Device, F: Fabric<D>>(open: Open<'_, D, F>) {
             matches!(error, RuntimeError::Aborted { by: Rank(1), .. }),
             "{error}"
         );
-        over.wait();
+        over.wait(member.rank());
     });
     assert!(began.elapsed() < PATIENCE, "the watchdog ended it");
 }

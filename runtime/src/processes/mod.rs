@@ -29,6 +29,8 @@ mod mpi;
 mod rendezvous;
 #[doc(hidden)]
 pub mod spoken;
+#[cfg(any(test, all(feature = "testing", feature = "mpi")))]
+mod suite;
 #[cfg(test)]
 pub(crate) mod tests;
 
@@ -38,6 +40,8 @@ pub use member::serve;
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;
 pub use rendezvous::{Fingerprint, Host, JoinError, Place, Way, join};
+#[cfg(all(feature = "testing", feature = "mpi"))]
+pub use suite::passes_by_mpi;
 
 pub(crate) use frame::{Head, Letter, Parts};
 pub(crate) use lines::Inbox;

@@ -21,6 +21,9 @@ use std::time::{Duration, Instant};
 const HELLO: Tag = 71;
 /// The tag of the bytes of connections.
 const BYTES: Tag = 72;
+/// The tag of words beside the connections.
+#[cfg(feature = "testing")]
+const WORDS: Tag = 73;
 /// Longest message; the library counts in 32 bits.
 const LONGEST: usize = 1 << 30;
 /// So often is looked at once before a look is worth a pause.
@@ -144,13 +147,49 @@ impl Mpi {
         let taking_in = std::thread::spawn(move || take_in(senders));
         Ok(Processes::new(place, all, connections).with_behind(taking_in, &self.has_left))
     }
+
+    /// The words of these processes, beside their connections, once all have said theirs.
+    #[cfg(feature = "testing")]
+    pub(super) fn gather(&self, among: &[ir::Rank], me: ir::Rank, word: String) -> Vec<String> {
+        const PATIENCE: Duration = Duration::from_secs(60);
+        let world = SimpleCommunicator::world();
+        let hears = |from: ir::Rank| {
+            let until = Instant::now() + PATIENCE;
+            let words = heard_of(&world, (from.0 as i32, WORDS), until);
+            String::from_utf8(words.expect("it says something")).expect("of letters")
+        };
+        let says = |to: ir::Rank, word: &str| {
+            let to = world.process_at_rank(to.0 as i32);
+            to.send_with_tag(word.as_bytes(), WORDS);
+        };
+        let (first, others) = among.split_first().expect("there is somebody");
+        if me != *first {
+            says(*first, &word);
+            return among.iter().map(|_| hears(*first)).collect();
+        }
+        let mut all = vec![word];
+        all.extend(others.iter().map(|other| hears(*other)));
+        for other in others {
+            all.iter().for_each(|word| says(*other, word));
+        }
+        all
+    }
 }
 
 /// The word of a process by which it joins; none when it does not come in time.
 fn hello(world: &SimpleCommunicator, from: i32, until: Instant) -> Option<Vec<u8>> {
+    heard_of(world, (from, HELLO), until)
+}
+
+/// The next message of a process with a tag; none when it does not come in time.
+fn heard_of(
+    world: &SimpleCommunicator,
+    (from, tag): (i32, Tag),
+    until: Instant,
+) -> Option<Vec<u8>> {
     loop {
         let from = world.process_at_rank(from);
-        if let Some((message, status)) = from.immediate_matched_probe_with_tag(HELLO) {
+        if let Some((message, status)) = from.immediate_matched_probe_with_tag(tag) {
             let mut words = vec![0u8; status.count(u8::equivalent_datatype()) as usize];
             message.matched_receive_into(&mut words[..]);
             return Some(words);

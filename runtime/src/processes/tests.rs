@@ -1,19 +1,18 @@
 use super::frame::{self, Head, Letter, Parts};
 use super::handshake::{self, HandshakeError};
 use super::rendezvous::{Fingerprint, Host, JoinError, Place, Way, join, unanswered};
-use super::{Inbox, Processes, Token};
+use super::suite::Rankful;
+use super::{Processes, Token};
 use crate::arena::Bytes;
 use crate::device::Cpu;
 use crate::error::RuntimeError;
 use crate::execute::message::{Reply, Request};
 use crate::fabric::Fabric;
-use crate::fabric::threads::{Endpoint, World};
 use ir::Rank;
 use proptest::prelude::*;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
-use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -49,80 +48,14 @@ pub(crate) fn assembled(of: usize) -> Vec<Processes> {
     std::iter::once(first).chain(others).collect()
 }
 
-/// A rank's end of the world, which leaves before its process does.
-struct Rankful {
-    endpoint: Endpoint,
-    _process: Arc<Processes>,
-}
-
 /// Ranks, as many as asked for, in processes of `each`.
 fn endpoints(n: u32, each: usize, timeout: Duration) -> Vec<Rankful> {
     let all: Vec<Rank> = (0..n).map(Rank).collect();
-    let processes = assembled((n as usize).div_ceil(each));
-    let mut ends = Vec::new();
-    for (me, process) in processes.into_iter().enumerate() {
-        let (process, shares) = (Arc::new(process), all.chunks(each));
-        let shares: Vec<Vec<Rank>> = shares.map(<[Rank]>::to_vec).collect();
-        let world = World::among(&shares, me, timeout, process.carrier());
-        let (asked, _) = channel();
-        process.attach(&world, shares.clone(), Inbox::Requests(asked));
-        ends.extend(shares[me].iter().map(|&rank| Rankful {
-            endpoint: world.endpoint(rank),
-            _process: Arc::clone(&process),
-        }));
-    }
-    ends
-}
-
-mod as_a_fabric {
-    use super::*;
-    use crate::fabric::threads::Ticket;
-    use crate::fabric::{Call, Order, Places};
-    use ir::StreamId;
-
-    impl Fabric<Cpu> for Rankful {
-        type Ticket = Ticket;
-        fn rank(&self) -> Rank {
-            Fabric::<Cpu>::rank(&self.endpoint)
-        }
-        fn order(&self) -> Order {
-            Fabric::<Cpu>::order(&self.endpoint)
-        }
-        fn begin(
-            &mut self,
-            device: &mut Cpu,
-            stream: StreamId,
-            call: &Arc<Call>,
-            places: Places,
-        ) -> Result<Ticket, RuntimeError> {
-            self.endpoint.begin(device, stream, call, places)
-        }
-        fn poll(
-            &mut self,
-            device: &mut Cpu,
-            ticket: &mut Ticket,
-        ) -> Result<Option<u64>, RuntimeError> {
-            self.endpoint.poll(device, ticket)
-        }
-        fn wait(&mut self, device: &mut Cpu, ticket: Ticket) -> Result<u64, RuntimeError> {
-            self.endpoint.wait(device, ticket)
-        }
-        fn rest(&self, patience: Duration) {
-            Fabric::<Cpu>::rest(&self.endpoint, patience);
-        }
-        fn overdue(&self, ticket: &Ticket) -> RuntimeError {
-            Fabric::<Cpu>::overdue(&self.endpoint, ticket)
-        }
-        fn timeout(&self) -> Duration {
-            Fabric::<Cpu>::timeout(&self.endpoint)
-        }
-        fn abort(&self, reason: &str) {
-            Fabric::<Cpu>::abort(&self.endpoint, reason);
-        }
-        fn held_bytes(&self) -> u64 {
-            Fabric::<Cpu>::held_bytes(&self.endpoint)
-        }
-    }
+    let shares: Vec<Vec<Rank>> = all.chunks(each).map(<[Rank]>::to_vec).collect();
+    let processes = assembled(shares.len()).into_iter();
+    processes
+        .flat_map(|process| Rankful::of(&Arc::new(process), &shares, timeout))
+        .collect()
 }
 
 #[test]
@@ -153,7 +86,7 @@ fn a_process_that_dies_ends_even_what_does_not_wait_for_it() {
     let first = waits(ends.pop().unwrap(), [Rank(0), Rank(1)]);
     std::thread::sleep(Duration::from_millis(100));
     // Not in order, as it would when its rank leaves first: its connections break.
-    dead._process.break_off();
+    dead.break_off();
     let ended = [first, second].map(|w| w.join().unwrap());
     assert!(began.elapsed() < PATIENCE / 2);
     for (error, _) in &ended {
