@@ -192,6 +192,53 @@ fn ranks_on_one_gpu_meet_by_nccl() {
     }
 }
 
+/// Values that are no numbers: GPUs stop at the step at which processors do, with their states as they
+/// were, and name the tensor that processors name, however they meet.
+#[test]
+fn the_first_tensor_that_is_no_number_is_named_on_gpus() {
+    let Some(folder) = support::emulator() else {
+        return;
+    };
+    let place = Place::with_plan();
+    let wild = ["--steps", "9", "--lr", "1e30", "-o", "wild.json"];
+    let said = |args: &[&str], variables: &[(&str, &str)]| {
+        let done = place.run_with(&[args, &wild].concat(), variables).expect(6);
+        assert!(!place.exists("wild.json"));
+        let flat = support::flat(&done.err);
+        let about = flat.split_once("error: ").map_or(&*flat, |words| words.1);
+        about.to_string()
+    };
+    let on_cpu = said(&arguments()[..4], &[]);
+    assert!(on_cpu.contains(" of step 1 is "), "{on_cpu}");
+    let named = |words: &str| {
+        let tensor = words.split_once("the first tensor that is no number: `");
+        let tensor = tensor.unwrap_or_else(|| panic!("none is named: {words}"));
+        tensor
+            .1
+            .split_once(" has ")
+            .map(|words| words.0.to_string())
+    };
+    let gpus = [
+        ("LD_LIBRARY_PATH", &*folder.to_string_lossy()),
+        ("MESHWRIGHT_EMULATOR_GPUS", "4"),
+        ("NCCL_MULTI_RANK_GPU_ENABLE", "1"),
+        ("NCCL_RUNTIME_CONNECT", "0"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "32"),
+    ];
+    let one = [&gpus[..1], &gpus[2..]].concat();
+    let backend = ["--backend", "cuda", "--fabric"];
+    for (fabric, more, variables) in [
+        ("host", &[][..], &gpus[..1]),
+        ("nccl", &["--processes"], &gpus),
+        ("nccl", &[], &one),
+    ] {
+        let args = [&arguments()[..4], &backend, &[fabric], more].concat();
+        let on_gpu = said(&args, variables);
+        assert!(on_gpu.contains(" of step 1 is "), "{on_gpu}");
+        assert_eq!(named(&on_gpu), named(&on_cpu), "{on_gpu}");
+    }
+}
+
 #[test]
 fn flags_of_gpus_are_for_gpus() {
     let place = Place::with_plan();

@@ -99,6 +99,8 @@ pub(crate) struct RankState<D: Device, F: Fabric<D>> {
     record: Option<Record>,
     /// Where the norm of the gradient is computed, if a step can be given up there.
     norm: Option<(TemplateId, usize)>,
+    /// Whether the device works later, and an update by a norm that is no number changes no state.
+    keeps_states: bool,
     standing: Standing,
     /// Whether it plays alone, and what it computes comes to nothing.
     rehearses: bool,
@@ -190,9 +192,11 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
         }
         let calls = calls::calls(&program, this, rank, &locals)?;
         // Of a device that works later, the host would have to wait for the norm.
-        let norm = spoiled::norm(&program, role).filter(|_| device.is_synchronous());
+        let is_later = !device.is_synchronous();
+        let norm = spoiled::norm(&program, role).filter(|_| !is_later);
         Ok(RankState {
             norm,
+            keeps_states: is_later && spoiled::keeps_states(&program),
             standing: Standing::default(),
             rehearses: false,
             role,
@@ -333,6 +337,8 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
             }
         };
         let norm = scalar(self.this().grad_norm)?;
+        let is_spoiled = norm.is_some_and(|norm| !norm.is_finite());
+        let is_kept = watch.gives_up && self.keeps_states && is_spoiled;
         let ended_s = self.options.epoch.elapsed().as_secs_f64();
         let in_line_s = self.in_line.as_ref().map_or(0.0, InLine::seconds);
         Ok(Played {
@@ -348,7 +354,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
             timings,
             peak_bytes: self.device.arena_bytes(Space::Device) + self.peak_scratch,
             is_writing: false,
-            given_up: watch.has_given_up,
+            given_up: watch.has_given_up || is_kept,
             found: watch.found,
             ended_s,
         })

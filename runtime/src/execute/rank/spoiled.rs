@@ -5,6 +5,10 @@
 //! at the same step, with the states of before. The step can then be played again, with a look at
 //! everything that is written: the first tensor with such a value is where they come from.
 //!
+//! The host of a device that works later does not wait for the norm. There the update itself keeps all
+//! states where the norm is no number, as its coefficient is none then, and the host finds at the end
+//! of the step that it was given up.
+//!
 //! Attention over parts of the keys has `-inf` for "none so far", so that alone is no sign.
 
 use super::{RankState, Step, place, what};
@@ -12,8 +16,9 @@ use crate::device::Device;
 use crate::error::RuntimeError;
 use crate::execute::local::{is_computed, widen};
 use crate::fabric::Fabric;
-use ir::program::{InstrKind, Program, RoleProgram};
-use ir::{BufferId, Rank, TemplateId};
+use ir::collective::CollectiveKind;
+use ir::program::{InstrKind, Instruction, Program, RoleProgram};
+use ir::{BufferId, OpKind, Rank, StreamId, TemplateId};
 use serde::{Deserialize, Serialize};
 
 /// The first value of a rank in a step that is no number.
@@ -53,6 +58,51 @@ fn norm_of(role: &RoleProgram) -> Option<(TemplateId, usize)> {
     fits.then_some((TemplateId(at.0 as u32), at.1))
 }
 
+/// Whether a norm that is no number leaves all states of a program as they were, though its updates
+/// are played: they come after the norm and take a coefficient that is made of it.
+pub(super) fn keeps_states(program: &Program) -> bool {
+    program.roles.iter().all(|role| {
+        norm_of(role).is_some() && {
+            let templates = role.templates.iter().flat_map(|t| &t.instructions);
+            templates.clone().all(|i| is_kept_by(role, i))
+        }
+    })
+}
+
+/// Whether an instruction writes no state, or what it writes there is as it was when the gradient's
+/// coefficient is no number.
+fn is_kept_by(role: &RoleProgram, instruction: &Instruction) -> bool {
+    let is_state = |b: &BufferId| role.states.iter().any(|s| s.buffer == *b);
+    let no_state = !instruction.writes().iter().any(is_state);
+    match &instruction.kind {
+        InstrKind::Compute { kind, inputs, .. } => match kind {
+            // In place, though perhaps in a copy of the state.
+            OpKind::AdamW { .. } => is_coefficient(role, inputs.get(4)),
+            OpKind::Sgd { .. } => is_coefficient(role, inputs.get(3)),
+            // What a parameter is rounded or gathered from was kept.
+            OpKind::Cast { .. } => true,
+            _ => no_state,
+        },
+        InstrKind::Collective { kind, .. } => no_state || *kind == CollectiveKind::AllGather,
+        InstrKind::Slice { .. } | InstrKind::Copy { .. } => true,
+        _ => no_state,
+    }
+}
+
+fn is_coefficient(role: &RoleProgram, buffer: Option<&BufferId>) -> bool {
+    let is_clip = |i: &&Instruction| {
+        matches!(
+            i.kind,
+            InstrKind::Compute {
+                kind: OpKind::ClipCoefficient { .. },
+                ..
+            }
+        )
+    };
+    let mut all = role.templates.iter().flat_map(|t| &t.instructions);
+    buffer.is_some_and(|b| all.any(|i| is_clip(&i) && i.writes().contains(b)))
+}
+
 impl<D: Device, F: Fabric<D>> RankState<D, F> {
     /// Whether the norm of the gradient was just computed and is no number. With loss scaling the
     /// update takes care of that itself.
@@ -77,7 +127,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
     pub(super) fn look_at_states(&self) -> Result<Option<Found>, RuntimeError> {
         let role = self.this();
         for s in &role.states {
-            if let Some(value) = self.spoiled(role, s.buffer, None)? {
+            if let Some(value) = self.spoiled(role, s.buffer, (None, super::FIRST))? {
                 let what = format!("state `{}` of {} has {value}", s.path, self.rank());
                 return Ok(Some(Found {
                     from_others: false,
@@ -89,9 +139,9 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
         Ok(None)
     }
 
-    /// Looks at what an instruction wrote.
+    /// Looks at what an instruction wrote, once it has.
     pub(super) fn look(
-        &self,
+        &mut self,
         role: &RoleProgram,
         step: &Step,
         after: usize,
@@ -102,8 +152,11 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
         if matches!(instruction.kind, InstrKind::Fill { .. }) {
             return Ok(None);
         }
+        // As with the norm, the fabric knows how long the stream may wait.
+        self.fabric.settle(&mut self.device)?;
         for b in instruction.writes() {
-            let Some(value) = self.spoiled(role, b, step.microbatch)? else {
+            let at = (step.microbatch, step.stream);
+            let Some(value) = self.spoiled(role, b, at)? else {
                 continue;
             };
             let rank: Rank = self.rank();
@@ -131,20 +184,19 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
         Ok(None)
     }
 
-    /// The first value of a buffer that is no number.
+    /// The first value of a buffer that is no number, after all that a stream has been given.
     fn spoiled(
         &self,
         role: &RoleProgram,
         buffer: BufferId,
-        microbatch: Option<u32>,
+        (microbatch, stream): (Option<u32>, StreamId),
     ) -> Result<Option<f32>, RuntimeError> {
         let dtype = role.buffer(buffer).dtype;
         if !dtype.is_float() || !is_computed(dtype) {
             return Ok(None);
         }
-        let bytes = self
-            .device
-            .read(super::FIRST, place(role, buffer, microbatch))?;
+        let at = place(role, buffer, microbatch);
+        let bytes = self.device.read(stream, at)?;
         let values = widen(dtype, &bytes);
         let is_none = |v: &&f32| v.is_nan() || **v == f32::INFINITY;
         Ok(values.iter().find(is_none).copied())

@@ -14,8 +14,7 @@
 //! is checked against it, and through it identifiers of communicators go to other processes.
 //!
 //! The rank's host waits in a step ([`Fabric::pass`]) only where the library itself still forms a
-//! communicator, and once before the update where the gradient's norm is looked at. There and at the
-//! step's end [`Fabric::settle`] waits for the streams by looking: at the table
+//! communicator. At the step's end [`Fabric::settle`] waits for the streams by looking: at the table
 //! for ranks that failed, left or brought something else, at the communicators for errors, at the
 //! clock. Communicators do not block, and a run that has failed aborts them from a thread of its own
 //! ([`club`]), so that no wait for the GPU is for ever.
