@@ -90,6 +90,11 @@ fn wait_for_none(place: &Place, output: &str) {
 
 /// The process of a rank that has played some steps, by its record.
 fn process_of(place: &Place, rank: u32) -> u32 {
+    process_after(place, rank, 20)
+}
+
+/// The same of one that has played more than so many.
+fn process_after(place: &Place, rank: u32, steps: u32) -> u32 {
     let began = Instant::now();
     loop {
         assert!(
@@ -99,7 +104,7 @@ fn process_of(place: &Place, rank: u32) -> u32 {
         let bytes = std::fs::read(place.path(&format!("records/rank-{rank}.record")));
         let bytes = bytes.unwrap_or_default();
         let number = |at: usize| Some(u32::from_le_bytes(*bytes.get(at..)?.first_chunk()?));
-        if number(64).is_some_and(|plays| plays > 20) {
+        if number(64).is_some_and(|plays| plays > steps) {
             return number(12).unwrap();
         }
         std::thread::sleep(Duration::from_millis(10));
@@ -479,6 +484,44 @@ fn a_killed_process_of_gpus_is_named_and_nobody_is_left() {
     assert_eq!(output.status.code(), Some(6), "{words}");
     assert!(words.contains(&format!("(pid {victim} on ")), "{words}");
     wait_for_none(&place, "gpus.json");
+}
+
+/// A GPU's driver that does not come back: the rank is named, its process ends by itself where nobody
+/// else is there to end it, and the others end as well.
+#[test]
+fn a_process_whose_driver_does_not_come_back_ends() {
+    let Some(folder) = support::emulator() else {
+        return;
+    };
+    for processes in [&[][..], &["--processes=2"]] {
+        let place = Place::with_plan();
+        let args = ["--steps", "100000000", "--time-out", "1", "-o", "held.json"];
+        let gpus = ["--backend", "cuda", "--fabric", "nccl"];
+        let record = ["--record", "records"];
+        let args = [&RUN[..], &args, &gpus, &record, processes].concat();
+        let child = command(&place, &args)
+            .env("LD_LIBRARY_PATH", &folder)
+            .env("MESHWRIGHT_EMULATOR_GPUS", "4")
+            .env("MESHWRIGHT_EMULATOR_HANGS", place.path("hangs"))
+            .spawn()
+            .unwrap();
+        process_after(&place, 2, 1);
+        place.write("hangs", "");
+        let since = Instant::now();
+        let output = child.wait_with_output().unwrap();
+        let words = said(&output);
+        assert!(since.elapsed() < Duration::from_secs(20), "{words}");
+        assert_eq!(output.status.code(), Some(6), "{words}");
+        assert!(!place.exists("hangs"), "nothing was held back: {words}");
+        if processes.is_empty() {
+            let why = "did not come back from the GPU's driver";
+            assert!(words.contains("error: the host of rank"), "{words}");
+            assert!(words.contains(why), "{words}");
+        } else {
+            assert!(words.contains("rank"), "{words}");
+        }
+        wait_for_none(&place, "held.json");
+    }
 }
 
 #[test]
@@ -1022,6 +1065,49 @@ fn an_elastic_run_is_killed_until_nothing_is_left() {
     noted_once(&place, "e.jsonl", at + 3);
 }
 
+/// Metrics of a run that goes on after a loss have each step once, but for one whose figures nobody
+/// gathered: the ranks that were left had made it, and process 0 had not heard of that.
+fn noted_once(place: &Place, name: &str, steps: u64) {
+    let rows = String::from_utf8(place.read(name)).unwrap();
+    let noted: Vec<u64> = rows
+        .lines()
+        .map(|row| {
+            let row: Value = serde_json::from_str(row).unwrap();
+            row["step"].as_u64().unwrap()
+        })
+        .collect();
+    assert!(noted.is_sorted_by(|a, b| a < b), "{noted:?}");
+    assert_eq!((noted[0], *noted.last().unwrap()), (0, steps - 1));
+    assert!(noted.len() as u64 + 1 >= steps, "{noted:?}");
+}
+
+/// Runs two processes, a rank each, kills the second one in the middle, and waits for the run to go on
+/// with the first. Gives what it said.
+fn lose_one_of_two(place: &Place, zero: &str, every: &str) -> String {
+    let compile = ["compile", "config.json", "--cluster", "cpu-default"];
+    let pins = ["--ranks", "2", "--global-batch", "2", "--pin", "data=2"];
+    let zero = ["--pin", zero];
+    place.run(&[&compile[..], &pins, &zero].concat()).expect(0);
+    let more = ["--steps", "800", "--processes", "--elastic", "-o", "e.json"];
+    let state = ["--checkpoint", "state", "--checkpoint-every", every];
+    let kept = ["--checkpoints-kept", "100", "--metrics", "e.jsonl"];
+    let record = ["--record", "records"];
+    let args = [&RUN[..], &more, &state, &kept, &record].concat();
+    let child = command(place, &args).spawn().unwrap();
+    let victim = process_of(place, 1).to_string();
+    let killed = Command::new("kill").args(["-9", &victim]).status();
+    assert!(killed.unwrap().success());
+    let output = child.wait_with_output().unwrap();
+    let words = said(&output);
+    assert_eq!(output.status.code(), Some(0), "{words}");
+    assert!(
+        words.contains("going on with 1 rank in place of 2"),
+        "{words}"
+    );
+    noted_once(place, "e.jsonl", 800);
+    wait_for_none(place, "e.json");
+    words
+}
 
 /// Replicas have all states: of a run that lost a rank long before its first checkpoint no step is
 /// made again, and what it goes on from is the state of an undisturbed run, to the bit.

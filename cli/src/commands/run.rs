@@ -7,6 +7,7 @@ mod elastic;
 mod fabric;
 mod journal;
 mod keeper;
+mod last_resort;
 mod launcher;
 mod leaps;
 mod left;
@@ -227,6 +228,7 @@ fn serve(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<(), Failu
         matmuls: matmuls(args),
         meets: chosen.meets,
         processes: Some(company.processes),
+        last_resort: Some(last_resort::end),
         ..SessionOptions::default()
     };
     let served = runtime::processes::serve(&loaded.program, spec, options);
@@ -815,6 +817,7 @@ fn train_all(
             backend: backend(args),
             matmuls: matmuls(args),
             meets: chosen.meets,
+            last_resort: Some(last_resort::end),
             ..SessionOptions::default()
         },
     };

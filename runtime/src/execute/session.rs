@@ -14,7 +14,7 @@ use crate::data::{Batch, Batches};
 use crate::device::{Backend, Cpu, Cuda, cuda};
 use crate::error::RuntimeError;
 use crate::fabric::Meets;
-use crate::fabric::nccl::{Club, Nccl};
+use crate::fabric::nccl::{Club, LastResort, Nccl};
 use crate::fabric::threads::{Endpoint, World};
 use crate::processes::{Inbox, Processes};
 use crate::stragglers::Spent;
@@ -59,6 +59,9 @@ pub struct SessionOptions {
     pub matmuls: cuda::Matmuls,
     /// How ranks on GPUs meet; those of the CPU meet in the host's memory.
     pub meets: Meets,
+    /// Ends the process where ranks meet by NCCL and the host of one never comes back from the GPU's
+    /// driver; `None`: somebody else has to.
+    pub last_resort: Option<LastResort>,
 }
 
 impl Default for SessionOptions {
@@ -74,6 +77,7 @@ impl Default for SessionOptions {
             backend: Backend::Cpu,
             matmuls: cuda::Matmuls::default(),
             meets: Meets::Host,
+            last_resort: None,
         }
     }
 }
@@ -217,6 +221,10 @@ impl Cast {
                     Meets::Nccl => {
                         let shares = self.at_once > n_gpus;
                         let club = Club::new(world, Some(&self.program), shares)?;
+                        self.options
+                            .last_resort
+                            .iter()
+                            .for_each(|f| club.ends_by(*f));
                         let open = |rank, role| self.by_nccl(&club, n_gpus, (rank, role));
                         Crew::start(&self.program, &ranks, &options, open, answers)
                     }

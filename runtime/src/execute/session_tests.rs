@@ -30,6 +30,7 @@ const OPTIONS: SessionOptions = SessionOptions {
     backend: Backend::Cpu,
     matmuls: crate::device::cuda::Matmuls::USUAL,
     meets: Meets::Host,
+    last_resort: None,
 };
 
 struct Case {
@@ -607,6 +608,7 @@ fn spoiled(spoil: impl Fn(&mut Program), watchdog: Duration) -> RuntimeError {
         backend: Backend::Cpu,
         matmuls: crate::device::cuda::Matmuls::USUAL,
         meets: Meets::Host,
+        last_resort: None,
     };
     let mut session = Session::new(&program, &case.spec, options, |r: StateRequest<'_>| {
         Ok(case.initial(r.path, r.role, r.lens))

@@ -9,14 +9,16 @@ use crate::fabric::threads::World;
 use ir::program::{InstrKind, Program};
 use ir::{AxisId, Rank};
 use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 /// How often it is looked whether the run has failed.
 const LOOK: Duration = Duration::from_millis(20);
 /// A host waits in its step for as long as ranks wait for each other at most, and then says so. One
-/// that has not been seen for twice as long, and this longer, cannot.
+/// that has not been seen for twice as long, and as long again or this longer, cannot.
 const GRACE: Duration = Duration::from_secs(10);
+/// The same where ranks wait for each other no time to speak of.
+const LEAST_GRACE: Duration = Duration::from_secs(1);
 /// The environment that several ranks on one GPU need. NCCL must be asked for it. Its communicators
 /// must connect when they are formed: at its first collective, one would allocate while another rank's
 /// waits. And streams must not share connections to the GPU, whose work begins in the order in which
@@ -52,7 +54,11 @@ pub struct Club {
     /// nothing that meets is put on a stream before all its members have come.
     pub(super) shares_gpus: bool,
     members: Mutex<Vec<Member>>,
+    last_resort: OnceLock<LastResort>,
 }
+
+/// Ends this process where a host never comes back from the GPU's driver, for the reason that is given.
+pub type LastResort = fn(&str);
 
 /// A rank, as the thread sees it that watches over all.
 struct Member {
@@ -138,10 +144,19 @@ impl Club {
             everyone,
             shares_gpus,
             members: Mutex::default(),
+            last_resort: OnceLock::new(),
         });
         let watched = Arc::downgrade(&club);
         std::thread::spawn(move || watch(&watched));
         Ok(club)
+    }
+    /// Has the process ended so where nothing else can.
+    pub fn ends_by(&self, last_resort: LastResort) {
+        let _ = self.last_resort.set(last_resort);
+    }
+    /// How much longer than ranks wait for each other something may take that they cannot see.
+    fn grace(&self) -> Duration {
+        self.world.timeout.clamp(LEAST_GRACE, GRACE)
     }
     /// The place of a rank of this process. Take it once per rank.
     pub fn member(self: &Arc<Self>, rank: Rank) -> Result<Nccl, RuntimeError> {
@@ -160,9 +175,12 @@ impl Club {
 
 /// Ends the communicators of this process when the run has failed: a rank that waits for its GPU,
 /// which waits for a rank that will not come, goes on then. A host that is not seen any more is such a
-/// failure. Each rank's end from a thread of its own, as one may be held up by another.
+/// failure. Each rank's end from a thread of its own, as one may be held up by another. A host that
+/// does not come back even then is waited for by all that would end this process in order: what is
+/// left is to end it.
 fn watch(club: &Weak<Club>) {
     let mut ended = BTreeSet::new();
+    let mut failed = None;
     while let Some(club) = club.upgrade() {
         let members = club.members.lock().unwrap_or_else(PoisonError::into_inner);
         let living: Vec<_> = members
@@ -170,7 +188,8 @@ fn watch(club: &Weak<Club>) {
             .filter_map(|m| Some((m.rank, m.comms.upgrade()?, Arc::clone(&m.pulse))))
             .collect();
         drop(members);
-        let patience = club.world.timeout.saturating_mul(2).saturating_add(GRACE);
+        let grace = club.grace();
+        let patience = club.world.timeout.saturating_mul(2).saturating_add(grace);
         let lost = living
             .iter()
             .find(|(_, _, pulse)| pulse.is_missed(patience));
@@ -180,6 +199,15 @@ fn watch(club: &Weak<Club>) {
             club.world.abort(*rank, &reason);
         }
         if club.world.has_failed() {
+            let since: Instant = *failed.get_or_insert_with(Instant::now);
+            if let Some((rank, ..)) = lost.filter(|_| since.elapsed() > grace)
+                && let Some(end) = club.last_resort.get()
+            {
+                let seconds = grace.as_secs_f64();
+                end(&format!(
+                    "the host of {rank} did not come back from the GPU's driver within {seconds} s after the run was given up"
+                ));
+            }
             for (rank, comms, _) in living {
                 if ended.insert(rank) {
                     std::thread::spawn(move || comms.abort());

@@ -38,7 +38,7 @@ mod tests;
 mod waits;
 
 use club::Pulse;
-pub use club::{Club, SHARING, check, found, sharing};
+pub use club::{Club, LastResort, SHARING, check, found, sharing};
 
 use super::threads::{Endpoint, Meeting};
 use super::{Call, CallKind, Fabric, Order, Places};
@@ -172,7 +172,7 @@ impl Fabric<Cuda> for Nccl {
         call: &Arc<Call>,
         places: Places,
     ) -> Result<Ticket, RuntimeError> {
-        self.table.sound()?;
+        self.table.sound().map_err(|e| self.explained(e))?;
         self.pulse.beats();
         let (notes, key) = match &call.kind {
             CallKind::Collective(of) => self.begin_collective(call, of)?,
@@ -320,6 +320,7 @@ impl Fabric<Cuda> for Nccl {
     fn abort(&self, reason: &str) {
         self.table.world.abort(self.table.rank, reason);
         self.comms.abort();
+        self.pulse.rests();
     }
 
     /// Memory that NCCL itself holds is not known.

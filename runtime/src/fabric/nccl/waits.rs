@@ -49,6 +49,8 @@ impl Nccl {
             }
         }
         self.comms.abort();
+        // The host is back, and its step over.
+        self.pulse.rests();
         error
     }
 

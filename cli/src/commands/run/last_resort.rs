@@ -1,0 +1,22 @@
+//! The end of a process of which a thread will never come back from the GPU's driver.
+
+use crate::failure::Exit;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
+/// Says why and ends, at once.
+///
+/// An end in order would not come: it waits for the thread, and what the driver does at the end of its
+/// process may wait for it, too. So the process becomes another one, which ends. With it go its
+/// connections, by which the others learn of it.
+pub fn end(reason: &str) {
+    let code = Exit::RunFailed as i32;
+    crate::say(format_args!(
+        "error: {reason}: nothing is left but to end this process, with exit code {code}"
+    ));
+    let failed = Command::new("/bin/sh")
+        .args(["-c", &format!("exit {code}")])
+        .exec();
+    crate::say(format_args!("warning: /bin/sh: {failed}"));
+    std::process::exit(code)
+}
