@@ -1590,7 +1590,12 @@ fn a_process_at_half_its_speed_is_named_until_it_has_all_again() {
     let ids = [child.id(), process_of(&place, 1)];
     let (tell, lines) = channel();
     let words = BufReader::new(child.stderr.take().unwrap());
-    std::thread::spawn(move || words.lines().flatten().try_for_each(|line| tell.send(line)));
+    std::thread::spawn(move || {
+        words
+            .lines()
+            .map_while(Result::ok)
+            .try_for_each(|line| tell.send(line))
+    });
     let mut run = Watched {
         place: &place,
         lines,
