@@ -338,7 +338,7 @@ fn a_network_that_loses_repeats_and_reorders_packets_changes_no_bit() {
     let Some((place, alone)) = four_hosts() else {
         return;
     };
-    let faults = "loss=5 twice=5 late=10 spoil=1 seed=31";
+    let faults = "loss=5 twice=5 late=10 spoil=3 seed=31";
     let Some((output, did)) = behind(&place, faults, &["--steps", "4"]) else {
         return;
     };

@@ -7,7 +7,6 @@ mod support;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::io::{BufRead, BufReader};
-use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -749,7 +748,7 @@ fn two_replicas(place: &Place) {
 
 const ELASTIC: [&str; 6] = [
     "--steps",
-    "300",
+    "600",
     "--elastic",
     "--checkpoint-every",
     "20",
@@ -788,9 +787,17 @@ fn an_elastic_run_outlives_process_0() {
         words.contains("The newest checkpoint that is whole is state/00"),
         "{words}"
     );
-    assert!(!place.exists("state/elastic.json"), "the run is done");
-    assert!(newest(&place, "state").0.ends_with("-step-300"));
-    noted_once(&place, "e.jsonl", 300);
+    // Given again, the same command has nothing left to do, and leaves all as it is.
+    let kept = newest(&place, "state");
+    let again = place.run(&args).expect(0);
+    assert!(
+        again.err.contains("is done, and nothing is left to do"),
+        "{}",
+        again.err
+    );
+    assert_eq!(newest(&place, "state"), kept);
+    assert!(newest(&place, "state").0.ends_with("-step-600"));
+    noted_once(&place, "e.jsonl", 600);
     wait_for_none(&place, "e.json");
 }
 
@@ -846,17 +853,24 @@ fn the_same_command_goes_on_with_an_elastic_run() {
     let _ = keeper.wait_with_output();
     // Nobody of the run outlives it.
     wait_for_none(&place, "e.json");
-    let other = [&RUN[..], &ELASTIC, &["state", "--steps", "400"]].concat();
-    let other: Vec<&str> = other.into_iter().filter(|w| *w != "300").collect();
-    let other = [&other[..4], &other[5..]].concat();
+    // Another run is not mixed with it, be it elastic or not.
+    let other = [&args[..], &["--lr", "0.5"]].concat();
     let refused = place.run(&other).expect(2);
     refused.says(&[
         "an elastic run that is not done",
-        "--steps was 300, and is 400",
+        "--lr was none, and is 0.5",
+    ]);
+    let plain = [&RUN[..], &["--steps", "2", "--checkpoint", "state"]].concat();
+    let refused = place.run(&plain).expect(2);
+    refused.says(&[
+        "an elastic run that is not done",
+        "this run is not --elastic",
     ]);
     let asked = command(&place, &args).spawn().unwrap();
-    wait_for_checkpoint(&place, "state", 5);
-    signal("-TERM", asked.id());
+    wait_for_checkpoint(&place, "state", 4);
+    // Some who end a run ask all of its processes, which loses no more than asking one.
+    let all = processes_of(&place, "e.json");
+    all.into_iter().for_each(|id| signal("-TERM", id));
     let output = asked.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(130), "{}", said(&output));
     assert!(
@@ -871,7 +885,7 @@ fn the_same_command_goes_on_with_an_elastic_run() {
     assert_no_panic(&done);
     let whole = [
         "--steps",
-        "300",
+        "600",
         "-o",
         "whole.json",
         "--checkpoint",
@@ -880,6 +894,29 @@ fn the_same_command_goes_on_with_an_elastic_run() {
     place.run(&[&RUN[..], &whole].concat()).expect(0);
     let [one, other] = ["state", "whole"].map(|folder| newest(&place, folder).1);
     assert!(one == other, "the states differ");
+    wait_for_none(&place, "e.json");
+}
+
+/// A run that is started twice goes on once.
+#[test]
+fn an_elastic_run_is_made_once_at_a_time() {
+    let place = Place::new();
+    two_replicas(&place);
+    let more = ["--steps", "100000000", "--processes", "--elastic"];
+    let state = ["--checkpoint", "state", "--checkpoint-every", "20"];
+    let args = [&RUN[..], &more, &state, &["-o", "e.json"]].concat();
+    let first = command(&place, &args).spawn().unwrap();
+    wait_for_checkpoint(&place, "state", 1);
+    let second = place.run(&args).expect(2);
+    second.says(&["the folder's elastic run goes on in another process"]);
+    // One that is asked twice ends at once.
+    signal("-INT", first.id());
+    std::thread::sleep(Duration::from_millis(700));
+    let _ = Command::new("kill")
+        .args(["-INT", &first.id().to_string()])
+        .status();
+    let output = first.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130), "{}", said(&output));
     wait_for_none(&place, "e.json");
 }
 
@@ -911,7 +948,7 @@ fn a_launcher_starts_an_elastic_run_with_fewer_processes_and_more() {
         };
         (0..of).map(one).collect()
     };
-    // As launchers do, all are ended when one is.
+    // With one that is killed the others end.
     let end = |all: Vec<Child>, killed: usize| -> Vec<Output> {
         signal("-9", all[killed].id());
         let outputs: Vec<Output> = all
@@ -947,10 +984,15 @@ fn a_launcher_starts_an_elastic_run_with_fewer_processes_and_more() {
         "{words}"
     );
     let left = place.names_in("state");
-    let is_journal = |name: &String| name.starts_with("elastic");
-    assert!(!left.iter().any(is_journal), "{left:?}");
-    assert!(newest(&place, "state").0.ends_with("-step-300"));
-    noted_once(&place, "e.jsonl", 300);
+    let is_told = |name: &String| name.starts_with("elastic-");
+    assert!(!left.iter().any(is_told), "{left:?}");
+    // A launcher that starts a run again that is done has it end at once.
+    for child in start(4, "3") {
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    }
+    assert!(newest(&place, "state").0.ends_with("-step-600"));
+    noted_once(&place, "e.jsonl", 600);
     wait_for_none(&place, "e.json");
 }
 
@@ -997,8 +1039,9 @@ fn lose_one_of_two(place: &Place, zero: &str, every: &str) -> String {
     wait_for_none(place, "e.json");
     words
 }
+
 /// Kills until nothing is left: a run of three goes on with two, then with one. When that is killed, too,
-/// nobody is there to say so; what is on the disk is whole, and the run goes on from it.
+/// its keeper says that nobody is left; what is on the disk is whole, and the run goes on from it.
 #[test]
 fn an_elastic_run_is_killed_until_nothing_is_left() {
     let place = Place::new();
@@ -1045,11 +1088,18 @@ fn an_elastic_run_is_killed_until_nothing_is_left() {
     lost_steps(1);
     let last_plan = lost_steps(2);
     let last = process_of(&place, 0);
-    assert_eq!(last, child.id(), "one process is left, the first one");
-    assert_eq!(processes_of(&place, "e.json"), [last]);
+    let mut both = [child.id(), last];
+    both.sort_unstable();
+    let mut left = processes_of(&place, "e.json");
+    left.sort_unstable();
+    assert_eq!(left, both, "one process is left, and its keeper");
     kill(last);
+    until(
+        &mut said,
+        "process 0 was killed by signal 9, and no other process is left",
+    );
     let ended = child.wait().unwrap();
-    assert_eq!(ended.signal(), Some(9), "{said}");
+    assert_eq!(ended.code(), Some(6), "{said}");
     wait_for_none(&place, "e.json");
     assert!(!place.exists("e.json"), "the run is not done");
     let (newest, _) = newest(&place, "state");
@@ -1063,50 +1113,6 @@ fn an_elastic_run_is_killed_until_nothing_is_left() {
         "it goes on from {newest}"
     );
     noted_once(&place, "e.jsonl", at + 3);
-}
-
-/// Metrics of a run that goes on after a loss have each step once, but for one whose figures nobody
-/// gathered: the ranks that were left had made it, and process 0 had not heard of that.
-fn noted_once(place: &Place, name: &str, steps: u64) {
-    let rows = String::from_utf8(place.read(name)).unwrap();
-    let noted: Vec<u64> = rows
-        .lines()
-        .map(|row| {
-            let row: Value = serde_json::from_str(row).unwrap();
-            row["step"].as_u64().unwrap()
-        })
-        .collect();
-    assert!(noted.is_sorted_by(|a, b| a < b), "{noted:?}");
-    assert_eq!((noted[0], *noted.last().unwrap()), (0, steps - 1));
-    assert!(noted.len() as u64 + 1 >= steps, "{noted:?}");
-}
-
-/// Runs two processes, a rank each, kills the second one in the middle, and waits for the run to go on
-/// with the first. Gives what it said.
-fn lose_one_of_two(place: &Place, zero: &str, every: &str) -> String {
-    let compile = ["compile", "config.json", "--cluster", "cpu-default"];
-    let pins = ["--ranks", "2", "--global-batch", "2", "--pin", "data=2"];
-    let zero = ["--pin", zero];
-    place.run(&[&compile[..], &pins, &zero].concat()).expect(0);
-    let more = ["--steps", "800", "--processes", "--elastic", "-o", "e.json"];
-    let state = ["--checkpoint", "state", "--checkpoint-every", every];
-    let kept = ["--checkpoints-kept", "100", "--metrics", "e.jsonl"];
-    let record = ["--record", "records"];
-    let args = [&RUN[..], &more, &state, &kept, &record].concat();
-    let child = command(place, &args).spawn().unwrap();
-    let victim = process_of(place, 1).to_string();
-    let killed = Command::new("kill").args(["-9", &victim]).status();
-    assert!(killed.unwrap().success());
-    let output = child.wait_with_output().unwrap();
-    let words = said(&output);
-    assert_eq!(output.status.code(), Some(0), "{words}");
-    assert!(
-        words.contains("going on with 1 rank in place of 2"),
-        "{words}"
-    );
-    noted_once(place, "e.jsonl", 800);
-    wait_for_none(place, "e.json");
-    words
 }
 
 /// Replicas have all states: of a run that lost a rank long before its first checkpoint no step is

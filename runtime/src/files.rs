@@ -38,6 +38,8 @@ impl Unfinished {
 
     /// An empty folder in `folder`.
     pub fn folder(folder: &Path) -> io::Result<Self> {
+        // Somebody may have removed it while the run that writes to it went on.
+        std::fs::create_dir_all(folder)?;
         Self::make(folder, |path| {
             std::fs::create_dir(path)?;
             // Gone already: a sweep has taken it for a dead writer's.

@@ -12,6 +12,7 @@ mod launcher;
 mod leaps;
 mod left;
 mod rendezvous;
+mod told;
 mod watch;
 
 use crate::args::{BackendArg, CheckpointMode, DecayArg, MatmulsArg, RunArgs};
@@ -29,7 +30,7 @@ use ir::measurement::Measurement;
 use ir::op::InputKind;
 use ir::training::{StateRole, TrainingGraph};
 use ir::{Bytes, OpKind, Seconds, Task};
-use journal::Journal;
+use journal::{Journal, Standing};
 use leaps::Leaps;
 use runtime::RuntimeError;
 use runtime::checkpoint::{Checkpoint, Found, save_keeping};
@@ -57,15 +58,20 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     check_backend(args)?;
     let setting = among::setting(args)?;
     if setting.index() > 0 {
-        let args = &journal::told(args, &setting)?;
-        return serve(args, &setting, &plan_file::load(&args.plan)?);
+        return match told::told(args, &setting)? {
+            Some(args) => serve(&args, &setting, &plan_file::load(&args.plan)?),
+            None => Ok(()),
+        };
     }
     keeper::keep(args, &setting)?;
-    journal::untell(args, &setting);
+    let mut held = journal::held(args, false)?;
+    told::forget(args, &setting);
     let loaded = plan_file::load(&args.plan)?;
     check_task(args, loaded.plan.train.task)?;
     elastic::check(args, &loaded)?;
-    journal::go_on(args, &setting, &loaded)?;
+    if let Standing::Done = journal::go_on(args, &setting, &loaded)? {
+        return Ok(());
+    }
     if let Some(path) = &args.weights {
         check_weights(path)?;
     }
@@ -100,8 +106,11 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         record::clear(folder)?;
     }
     let first = resume.as_ref().map_or(0, |c| c.step());
+    if held.is_none() {
+        held = journal::held(args, true)?;
+    }
     Journal::begin(args, &setting, (&loaded, first))?;
-    let told = journal::tell(args, &setting)?;
+    let told = told::tell(args, &setting)?;
     let mut company = among::gather(&setting, args, (&loaded, &chosen))?;
     drop(told);
     let processes = company.as_ref().map(|c| Arc::clone(&c.processes));
@@ -130,7 +139,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         (Err(lost @ RuntimeError::Gone { .. }), Some(company)) if goes_on(args, &setting) => {
             return Err(elastic::go_on(args, &loaded, company, (lost, so_far)));
         }
-        (Err(e), _) if args.elastic => {
+        (Err(e @ RuntimeError::Gone { .. }), _) if args.elastic => {
             let help = "the same command goes on from the newest checkpoint, with the processes that there are";
             return Err(Failure::from(e).help(help));
         }
@@ -167,12 +176,11 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     if !failed.is_empty() {
         return Err(not_all(failed, &written));
     }
-    if let Some(folder) = &args.checkpoint
-        && measurement.steps.len() as u64 == args.steps
-    {
-        journal::end(folder);
+    if measurement.steps.len() as u64 == args.steps {
+        journal::end(args);
     }
     drop(session);
+    drop(held);
     if let Some(company) = company {
         for problem in company.end() {
             crate::say(format_args!("warning: {problem} after the run was done"));
@@ -185,6 +193,15 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         report::out(&format!("Written: {}.", written.join(", ")))?;
     }
     whole(args, loaded.plan.train.task, &measurement, &written)
+}
+
+/// The end of a process whose driver does not come back: process 0 of a run that is kept is to be lost,
+/// and not to end the run by its exit code.
+fn last_resort(args: &RunArgs) -> fn(&str) {
+    match args.kept.is_some() && args.as_process.is_none() {
+        true => last_resort::end_kept,
+        false => last_resort::end,
+    }
 }
 
 /// Whether this process itself goes on after a loss: else whoever started it does, with the same
@@ -228,7 +245,7 @@ fn serve(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<(), Failu
         matmuls: matmuls(args),
         meets: chosen.meets,
         processes: Some(company.processes),
-        last_resort: Some(last_resort::end),
+        last_resort: Some(last_resort(args)),
         ..SessionOptions::default()
     };
     let served = runtime::processes::serve(&loaded.program, spec, options);
@@ -817,7 +834,7 @@ fn train_all(
             backend: backend(args),
             matmuls: matmuls(args),
             meets: chosen.meets,
-            last_resort: Some(last_resort::end),
+            last_resort: Some(last_resort(args)),
             ..SessionOptions::default()
         },
     };

@@ -1,12 +1,12 @@
-//! `--elastic`: a run that has lost processes plans again for the ranks that are left, and goes on from
-//! the states that these have in memory, where they have all of them, and else from its newest checkpoint.
+//! `--elastic`: a run that has lost processes plans again for the ranks that are left. It goes on from
+//! the states that these have in memory, where they have all of them, or from its newest checkpoint.
 //!
 //! Process 0 becomes another program: the same command with what has changed in a file beside the
 //! run's output. So nothing of the old run is left in it, and the processes that it starts then find
-//! the same file.
+//! the same file. What becomes of a run whose process 0 is lost is in `keeper` and `journal`.
 
 use super::among::Company;
-use super::journal::{Journal, Part};
+use super::journal::{self, Part};
 use super::left;
 use crate::args::RunArgs;
 use crate::commands::again;
@@ -36,7 +36,7 @@ pub struct Continued {
     pub total_steps: Option<u64>,
     /// The checkpoint to go on from; none where there is none yet.
     pub resume: Option<PathBuf>,
-    /// The processes that it starts.
+    /// The processes that it has; the ones that a launcher started are not counted.
     pub processes: usize,
     /// How often ranks were lost.
     pub losses: u32,
@@ -228,17 +228,16 @@ fn prepared(
         processes: (of - gone.min(of - 1)).min(n_new),
         losses,
     };
-    if let Some(folder) = &args.checkpoint
-        && let Some(mut journal) = Journal::read(folder)?
-    {
-        journal.now = Part {
+    journal::change(args, |journal| {
+        journal.processes = continued.processes;
+        journal.planned = Part {
             plan: plan.clone(),
+            hash: new.hash.clone(),
             ranks: n_new,
             processes: continued.processes,
         };
         journal.losses = losses;
-        journal.write(folder)?;
-    }
+    });
     let [before, after] = [loaded, &new].map(|l| {
         let degrees = Degrees::of(&l.plan, &l.training);
         format!("{degrees}, {} predicted", l.plan.predicted.step_time_s)

@@ -2,42 +2,97 @@
 //! done leaves to the one that goes on. Who starts that does not matter: the keeper of the run, a
 //! launcher that has fewer hosts left or more again, or somebody who gives the same command once more.
 
-use super::among::Setting;
+use super::among::{Setting, ends_of};
 use super::elastic::{self, Continued};
 use super::left;
 use crate::args::RunArgs;
 use crate::commands::again;
 use crate::failure::{Exit, Failure};
-use crate::plan_file::Loaded;
+use crate::plan_file::{self, Loaded};
 use crate::{document, files, outputs, report};
 use ir::counted;
 use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{File, TryLockError};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 const NAME: &str = "elastic.json";
-/// Least that a process waits for process 0 to say what it goes on with: that may have to plan first.
-const LEAST_TO_BE_TOLD: Duration = Duration::from_secs(120);
-/// How often it looks.
+/// Beside it, held by process 0 of the run as long as it lives.
+const LOCK: &str = "elastic.lock";
+/// How long one waits for another process 0 of the run to end, and how often it looks.
+const TO_END: Duration = Duration::from_secs(3);
 const LOOK: Duration = Duration::from_millis(50);
+
+/// Takes the folder of checkpoints of an elastic run for this process 0, as long as the result is kept:
+/// of a run that is started twice, or before its former process 0 has ended, one goes on. A folder that
+/// is not there yet is made where `makes` says so, and else nobody's.
+pub fn held(args: &RunArgs, makes: bool) -> Result<Option<File>, Failure> {
+    let Some(folder) = args.checkpoint.as_deref().filter(|_| args.elastic) else {
+        return Ok(None);
+    };
+    let path = folder.join(LOCK);
+    let failed = |e: std::io::Error| {
+        let what = format!("{}: {e}", path.display());
+        Failure::new(Exit::RunFailed, what)
+            .help("name a folder for --checkpoint that can be written to")
+    };
+    if makes {
+        std::fs::create_dir_all(folder).map_err(failed)?;
+    } else if !folder.is_dir() {
+        return Ok(None);
+    }
+    let file = File::options()
+        .create(true)
+        .append(true)
+        .open(&path)
+        .map_err(failed)?;
+    let until = Instant::now() + TO_END;
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(Some(file)),
+            Err(TryLockError::WouldBlock) if Instant::now() < until => std::thread::sleep(LOOK),
+            Err(TryLockError::WouldBlock) => {
+                let what = format!(
+                    "--checkpoint {}: the folder's elastic run goes on in another process",
+                    folder.display()
+                );
+                let help = "end that one, or name another folder";
+                return Err(Failure::new(Exit::Usage, what).help(help));
+            }
+            // File systems without locks.
+            Err(TryLockError::Error(e)) => {
+                crate::say(format_args!(
+                    "warning: {}: {e}: that the run is not started twice is yours to see to",
+                    path.display()
+                ));
+                return Ok(None);
+            }
+        }
+    }
+}
 
 /// The facts of a run that the next one needs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Journal {
+    /// Whether all its steps are made and all that it was to write is there.
+    is_done: bool,
     /// What decides what is trained, by the name of its flag: another run has something else.
-    job: Vec<(String, String)>,
+    job: BTreeMap<String, String>,
     /// With what it began.
     began: Part,
-    /// With what it was made last.
-    pub now: Part,
-    /// The step after its last one.
-    last: u64,
-    /// Where the learning rate's decay ends.
-    total_steps: Option<u64>,
+    /// With what it was planned last.
+    pub planned: Part,
+    /// The processes that it has now: those that it was planned for, but for losses since.
+    pub processes: usize,
     /// Steps before its first one.
     first: u64,
+    /// Steps after its last one.
+    end: u64,
+    /// Where the learning rate's decay ends.
+    total_steps: Option<u64>,
     /// The number of the newest checkpoint that was in the folder before: those up to it are another
     /// run's.
     before: Option<u64>,
@@ -51,6 +106,8 @@ pub struct Journal {
 pub struct Part {
     /// The plan's file.
     pub plan: PathBuf,
+    /// Its hash: another file may be there by now.
+    pub hash: String,
     /// Its ranks.
     pub ranks: usize,
     /// The processes that have them.
@@ -58,18 +115,36 @@ pub struct Part {
 }
 
 /// Everything that decides what is trained.
-fn job(args: &RunArgs, loaded: &Loaded) -> Vec<(String, String)> {
+fn job(args: &RunArgs, loaded: &Loaded) -> BTreeMap<String, String> {
     let path = |p: &Option<PathBuf>| {
         p.as_ref()
             .map_or("none".into(), |p| p.display().to_string())
     };
+    let number = |n: Option<String>| n.unwrap_or_else(|| "none".into());
+    let data = ends_of(&args.data).unwrap_or_else(|e| e.to_string());
     let all = [
         ("the plan", loaded.hash.clone()),
-        ("--data", args.data.display().to_string()),
+        ("--data", format!("{} ({data})", args.data.display())),
         ("--tokenizer", path(&args.tokenizer)),
         ("--steps", args.steps.to_string()),
         ("--weights", path(&args.weights)),
         ("--resume", path(&args.resume)),
+        ("--lr", number(args.lr.map(|x| x.to_string()))),
+        ("--warmup", args.warmup.to_string()),
+        ("--schedule", format!("{:?}", args.schedule).to_lowercase()),
+        ("--min-lr", args.min_lr.to_string()),
+        (
+            "--total-steps",
+            number(args.total_steps.map(|n| n.to_string())),
+        ),
+        (
+            "--validation-fraction",
+            args.validation_fraction.to_string(),
+        ),
+        (
+            "--validate-every",
+            number(args.validate_every.map(|n| n.to_string())),
+        ),
     ];
     all.map(|(name, value)| (name.to_string(), value)).into()
 }
@@ -88,7 +163,12 @@ impl Journal {
             return Ok(None);
         }
         let text = files::read_text(&path, "journal", files::SMALL)?;
-        document::json(&path.display().to_string(), &text, "journal").map(Some)
+        let found = document::json(&path.display().to_string(), &text, "journal");
+        let help = format!(
+            "remove {} to begin the run anew, or with --resume",
+            path.display()
+        );
+        found.map(Some).map_err(|failure| failure.help(help))
     }
 
     /// Writes it, whole or not at all.
@@ -97,81 +177,154 @@ impl Journal {
     }
 
     /// Begins the journal of a run whose first step has `first` before it.
+    ///
+    /// Fails where the folder has an elastic run that is not done, whatever this one is.
     pub fn begin(
         args: &RunArgs,
         setting: &Setting,
         (loaded, first): (&Loaded, u64),
     ) -> Result<(), Failure> {
-        let Some(folder) = folder(args) else {
+        let Some(folder) = args
+            .checkpoint
+            .as_deref()
+            .filter(|_| args.continued.is_none())
+        else {
             return Ok(());
         };
+        if let Some(other) = Journal::read(folder)?.filter(|j| !j.is_done) {
+            return Err(other.refusal(folder, "this run is not --elastic"));
+        }
+        if !args.elastic {
+            return Ok(());
+        }
         let ranks = left::ranks_of(loaded);
         let began = Part {
             plan: args.plan.clone(),
+            hash: loaded.hash.clone(),
             ranks,
             processes: setting.counts(ranks).0,
         };
-        let last = first + args.steps;
+        let end = first + args.steps;
         let newest = runtime::checkpoint::numbered(folder)
             .into_iter()
             .next_back();
         let journal = Journal {
+            is_done: false,
             job: job(args, loaded),
-            now: began.clone(),
+            planned: began.clone(),
+            processes: began.processes,
             began,
-            last,
-            total_steps: args.total_steps.or(args.resume.is_none().then_some(last)),
             first,
+            end,
+            total_steps: args.total_steps.or(args.resume.is_none().then_some(end)),
             before: newest.map(|(number, _)| number),
             losses: 0,
         };
         journal.write(folder)
     }
 
-    /// Fails where it is of a run that other arguments asked for.
-    fn is_of(&self, args: &RunArgs, loaded: &Loaded, folder: &Path) -> Result<(), Failure> {
+    /// What another run asks for that this one did not, in words; nothing where it is this one.
+    fn difference(&self, args: &RunArgs, loaded: &Loaded) -> Option<String> {
         let now = job(args, loaded);
-        let pairs = self.job.iter().zip(&now);
-        let Some(((name, before), (_, now))) = pairs.into_iter().find(|(a, b)| a != b) else {
-            return Ok(());
-        };
-        let shown = folder.display();
-        let what = format!(
-            "--checkpoint {shown}: the folder has an elastic run that is not done and is another one: {name} was {before}, and is {now} here"
-        );
-        Err(Failure::new(Exit::Usage, what).help(format!(
-            "give the arguments of that run to go on with it, name another folder, or remove {} to leave it as it is",
-            folder.join(NAME).display()
-        )))
+        let none = || "unknown".to_string();
+        let names: BTreeSet<&String> = self.job.keys().chain(now.keys()).collect();
+        names.into_iter().find_map(|name| {
+            let [before, now] =
+                [&self.job, &now].map(|j| j.get(name).cloned().unwrap_or_else(none));
+            (before != now).then(|| format!("{name} was {before}, and is {now} here"))
+        })
     }
 
-    /// The newest checkpoint that is whole, with its step, and what is wrong with those after it.
+    fn refusal(&self, folder: &Path, why: &str) -> Failure {
+        let what = format!(
+            "--checkpoint {}: the folder has an elastic run that is not done, and {why}",
+            folder.display()
+        );
+        Failure::new(Exit::Usage, what).help(format!(
+            "give the command of that run to go on with it, name another folder, or remove {} to leave it as it is",
+            folder.join(NAME).display()
+        ))
+    }
+
+    /// The newest checkpoint to go on from that is whole, with its step, and what is wrong with those
+    /// after it. One of the last step is taken where there is no other: what a run writes at its end is
+    /// written by one that makes a step.
     fn newest(&self, folder: &Path) -> (Option<(PathBuf, u64)>, Vec<String>) {
-        let mut damaged = Vec::new();
+        let (mut damaged, mut last) = (Vec::new(), None);
         let all = runtime::checkpoint::numbered(folder).into_iter().rev();
         for (_, path) in all.filter(|(n, _)| self.before.is_none_or(|b| *n > b)) {
             match runtime::checkpoint::verify(&path) {
-                Ok(found) => return (Some((path, found.step())), damaged),
+                Ok(found) if found.step() < self.end => {
+                    return (Some((path, found.step())), damaged);
+                }
+                Ok(found) => last = last.or(Some((path, found.step()))),
                 Err(all) => damaged.extend(all.first().map(ToString::to_string)),
             }
         }
-        (None, damaged)
+        (last, damaged)
+    }
+
+    /// The run has made all its steps, ended before it had written all, and has nothing left to make a
+    /// step from: it is done.
+    fn finished(self, folder: &Path, newest: Option<(PathBuf, u64)>) -> Failure {
+        let path = newest.map_or(folder.to_path_buf(), |(path, _)| path);
+        let what = format!(
+            "all steps of the run are made: {} has the training state. It ended before it had written all that it was to write, and no earlier checkpoint is there to make that from",
+            path.display()
+        );
+        let help = "`meshwright checkpoint convert` makes weights of a training state; with --checkpoints-kept 2 or more the same command would have made the rest";
+        let done = Journal {
+            is_done: true,
+            ..self
+        }
+        .write(folder);
+        match done {
+            Ok(()) => Failure::new(Exit::RunFailed, what).help(help),
+            Err(failure) => failure,
+        }
     }
 }
 
+/// What the journal in the folder of checkpoints says of the run that is asked for.
+pub enum Standing {
+    /// There is none, or one that was told how it goes on: it is made as its arguments say.
+    New,
+    /// It is done: nothing is left to do.
+    Done,
+}
+
 /// Goes on with the run whose journal is in the folder of checkpoints, which does not come back.
-/// Does nothing where there is none.
-pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<(), Failure> {
+pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Standing, Failure> {
     let Some(folder) = folder(args) else {
-        return Ok(());
+        return Ok(Standing::New);
     };
     let Some(mut journal) = Journal::read(folder)? else {
-        return Ok(());
+        return Ok(Standing::New);
     };
-    journal.is_of(args, loaded, folder)?;
-    let before = journal.now.clone();
+    let difference = journal.difference(args, loaded);
+    match (journal.is_done, difference) {
+        (true, None) => {
+            crate::say(format_args!(
+                "the run of {} is done, and nothing is left to do: remove that file to begin it anew",
+                folder.join(NAME).display()
+            ));
+            return Ok(Standing::Done);
+        }
+        (true, Some(_)) => return Ok(Standing::New),
+        (false, Some(why)) => {
+            return Err(journal.refusal(folder, &format!("is another one: {why}")));
+        }
+        (false, None) => {}
+    }
+    if let Some(who) = files::others_who_write(folder, false) {
+        crate::say(format_args!(
+            "warning: {}: {who}, and so decide what this run goes on from",
+            folder.display()
+        ));
+    }
+    let before = journal.planned.clone();
     let processes = match args.after_loss {
-        true => before.processes.saturating_sub(1),
+        true => journal.processes.saturating_sub(1),
         false => setting.counts(journal.began.ranks).0,
     };
     if processes == 0 {
@@ -180,27 +333,39 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<(), F
             "no process of the run is left",
         ));
     }
-    if processes < before.processes {
+    if processes < journal.processes {
         journal.losses += 1;
     }
     // Before anything that takes long: who is killed meanwhile is lost, too.
-    journal.now.processes = processes;
+    journal.processes = processes;
     journal.write(folder)?;
     let (newest, damaged) = journal.newest(folder);
     let step = newest.as_ref().map_or(journal.first, |(_, step)| *step);
-    if step >= journal.last {
-        return finished(folder, newest);
+    if step >= journal.end {
+        return Err(journal.finished(folder, newest));
     }
     let began = Instant::now();
     let mut planned = String::new();
-    journal.now = if processes == journal.began.processes {
-        journal.began.clone()
-    } else if processes == before.processes {
+    journal.planned = if processes == journal.began.processes {
+        Part {
+            plan: args.plan.clone(),
+            ..journal.began.clone()
+        }
+    } else if processes == before.processes && before.is_there() {
         before.clone()
     } else {
         let ranks = journal.began.ranks * processes / journal.began.processes.max(1);
         let new = left::plan_for(ranks.max(1), loaded)?;
         let ranks = left::ranks_of(&new);
+        if ranks < processes && !matches!(setting, Setting::Starts(_)) {
+            let what = format!(
+                "the best plan that there is for {} has {}, and each process must have one",
+                counted(processes as u64, "process"),
+                counted(ranks as u64, "rank")
+            );
+            let help = format!("have the launcher start {ranks} or fewer");
+            return Err(Failure::new(Exit::Infeasible, what).help(help));
+        }
         let plan = args
             .output
             .with_extension(format!("plan-{}-of-{ranks}-ranks.json", journal.losses));
@@ -212,20 +377,19 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<(), F
         );
         Part {
             plan,
+            hash: new.hash.clone(),
             ranks,
-            processes: match setting {
-                Setting::Starts(_) => processes.min(ranks),
-                _ => processes,
-            },
+            processes: processes.min(ranks),
         }
     };
+    journal.processes = journal.planned.processes;
     journal.write(folder)?;
     let continued = Continued {
-        plan: journal.now.plan.clone(),
-        steps: journal.last - step,
+        plan: journal.planned.plan.clone(),
+        steps: journal.end - step,
         total_steps: journal.total_steps,
         resume: newest.as_ref().map(|(path, _)| path.clone()),
-        processes: journal.now.processes,
+        processes: journal.planned.processes,
         losses: journal.losses,
     };
     let damaged: String = (damaged.iter())
@@ -237,20 +401,23 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<(), F
             format!("The newest checkpoint that is whole is {path}.")
         }
         (None, Some(path)) => format!(
-            "There is no checkpoint yet: the run begins again with {}.",
+            "There is no checkpoint of it: the run begins again with {}.",
             path.display()
         ),
-        (None, None) => "There is no checkpoint yet: the run begins anew.".into(),
+        (None, None) => "There is no checkpoint of it: the run begins anew.".into(),
     };
-    let of = match before.ranks == journal.now.ranks {
+    let of = match before.ranks == journal.planned.ranks {
         true => String::new(),
         false => format!(" in place of {}", before.ranks),
     };
-    let aside = elastic::records_aside(args, journal.losses);
+    let aside = match processes < before.processes {
+        true => elastic::records_aside(args, journal.losses),
+        false => String::new(),
+    };
     crate::say(format_args!(
         "going on with the run of {}, with {}{of}, from step {step}{planned}.\n{}{aside}",
         folder.join(NAME).display(),
-        counted(journal.now.ranks as u64, "rank"),
+        counted(journal.planned.ranks as u64, "rank"),
         report::wrapped(&format!("  {source}{damaged}")),
     ));
     let e = elastic::again(args, &continued)?.exec();
@@ -258,87 +425,43 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<(), F
     Err(Failure::new(Exit::RunFailed, what))
 }
 
-/// Ends the journal of a run that was killed between its last step and its end.
-fn finished(folder: &Path, newest: Option<(PathBuf, u64)>) -> Result<(), Failure> {
-    end(folder);
-    let path = newest.map_or(folder.to_path_buf(), |(path, _)| path);
-    let what = format!(
-        "the run was killed after its last step: {} has the training state, and what else it was to write is not there",
-        path.display()
-    );
-    let help = "`meshwright checkpoint convert` makes weights of a training state; the same command now begins another run";
-    Err(Failure::new(Exit::RunFailed, what).help(help))
-}
-
-/// Removes the journal of a run that is done.
-pub fn end(folder: &Path) {
-    // One that stays is found by the next run, which says what it is.
-    let _ = std::fs::remove_file(folder.join(NAME));
-}
-
-/// Says to the processes of a launcher with what process 0 goes on, until it is dropped.
-pub struct Told(PathBuf);
-
-impl Drop for Told {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0);
-    }
-}
-
-/// The file by which the processes of this run of a launcher are told.
-fn told_in(args: &RunArgs, setting: &Setting) -> Option<PathBuf> {
-    let Setting::Launched(launched) = setting else {
-        return None;
+/// Whether the run that these arguments ask for is done.
+pub fn is_done(args: &RunArgs, loaded: &Loaded) -> Result<bool, Failure> {
+    let Some(folder) = folder(args) else {
+        return Ok(false);
     };
-    let folder = args.checkpoint.as_deref().filter(|_| args.elastic)?;
-    let hash = blake3::hash(launched.key.as_bytes()).to_hex();
-    Some(folder.join(format!("elastic-{}.json", &hash[..16])))
+    let done = Journal::read(folder)?.filter(|j| j.is_done);
+    Ok(done.is_some_and(|j| j.difference(args, loaded).is_none()))
 }
 
-/// Removes what an earlier process 0 of the same name may have left.
-pub fn untell(args: &RunArgs, setting: &Setting) {
-    if let Some(path) = told_in(args, setting) {
-        let _ = std::fs::remove_file(path);
-    }
-}
-
-/// Tells the other processes of a launcher what process 0 was told, or found in the journal.
-pub fn tell(args: &RunArgs, setting: &Setting) -> Result<Option<Told>, Failure> {
-    let Some(path) = told_in(args, setting) else {
-        return Ok(None);
+/// Changes the journal of an elastic run. One that cannot be read or written, as on a disk that spoils
+/// what it keeps, ends no run: it is warned of.
+pub fn change(args: &RunArgs, change: impl FnOnce(&mut Journal)) {
+    let Some(folder) = args.checkpoint.as_deref().filter(|_| args.elastic) else {
+        return;
     };
-    let told = Continued {
-        plan: args.plan.clone(),
-        steps: args.steps,
-        total_steps: args.total_steps,
-        resume: args.resume.clone(),
-        processes: args.processes.unwrap_or(1),
-        losses: args.losses,
-    };
-    outputs::write_atomic(&path, document::to_json(&told)?.as_bytes())?;
-    Ok(Some(Told(path)))
-}
-
-/// The arguments of a process with a number above 0: those that process 0 of an elastic run tells it,
-/// once it does, and its own of any other run.
-pub fn told(args: &RunArgs, setting: &Setting) -> Result<RunArgs, Failure> {
-    let Some(path) = told_in(args, setting) else {
-        return Ok(args.clone());
-    };
-    let until = Instant::now() + Duration::from_secs(args.time_out).max(LEAST_TO_BE_TOLD);
-    while !path.exists() {
-        if Instant::now() > until {
-            let what = format!(
-                "process 0 did not say what it goes on with, by the file {}",
-                path.display()
-            );
-            let help =
-                "see its messages; the folder of --checkpoint must be one that all hosts have";
-            return Err(Failure::new(Exit::RunFailed, what).help(help));
+    let changed = Journal::read(folder).and_then(|found| match found {
+        Some(mut journal) => {
+            change(&mut journal);
+            journal.write(folder)
         }
-        std::thread::sleep(LOOK);
+        None => Ok(()),
+    });
+    if let Err(failure) = changed {
+        crate::say(format_args!(
+            "warning: the run's journal does not say how it stands: {failure}"
+        ));
     }
-    let mut args = args.clone();
-    args.continued = Some(path);
-    elastic::continued(&args)
+}
+
+/// Marks the journal of a run as that of one that is done.
+pub fn end(args: &RunArgs) {
+    change(args, |journal| journal.is_done = true);
+}
+
+impl Part {
+    /// Whether the plan's file is still the one that was played.
+    fn is_there(&self) -> bool {
+        plan_file::load(&self.plan).is_ok_and(|loaded| loaded.hash == self.hash)
+    }
 }

@@ -1,20 +1,24 @@
-//! The process that keeps an elastic run: process 0 is a child of it, and where that is killed, another
-//! one goes on with the processes that are left.
+//! The process that keeps an elastic run: process 0 is a child of it, and where that is killed, or stopped
+//! for good, another one goes on with the processes that are left.
 
 use super::among::Setting;
 use super::journal::Journal;
 use crate::args::RunArgs;
 use crate::failure::{Exit, Failure};
 use rustix::process::{Pid, Signal};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGTSTP, SIGUSR1};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const LOOK: Duration = Duration::from_millis(20);
+/// Requests within this time are one: some who end a run send several.
+const ONE_REQUEST: Duration = Duration::from_millis(500);
+/// How long those that process 0 started have to end after it, before they are killed.
+const GRACE: Duration = Duration::from_secs(3);
 
 /// Keeps the run where it is an elastic one that starts its processes, which does not come back but
 /// with a failure. Process 0 itself sees to it that it ends with its keeper.
@@ -26,39 +30,52 @@ pub fn keep(args: &RunArgs, setting: &Setting) -> Result<(), Failure> {
         (Setting::Starts(_), Some(folder)) if args.elastic => folder,
         _ => return Ok(()),
     };
-    let asked = [
-        (SIGINT, Signal::INT),
-        (SIGTERM, Signal::TERM),
-        (SIGHUP, Signal::HUP),
-        (SIGUSR1, Signal::USR1),
-    ];
-    let mut signals = Vec::new();
-    for (number, signal) in asked {
-        let flag = Arc::new(AtomicBool::new(false));
-        let registered = signal_hook::flag::register(number, Arc::clone(&flag));
-        registered.map_err(|e| failed("waits for no interrupt", &e))?;
-        signals.push((flag, signal));
-    }
+    let requests = Requests::watch()?;
+    let stopped = Duration::from_secs(args.time_out);
     let mut is_after_loss = false;
     loop {
         let mut child = start(is_after_loss)?;
-        let (how, was_asked) = wait(&mut child, &signals)?;
+        let (how, was_asked) = wait(&mut child, &requests, stopped)?;
         if let Some(code) = how.code() {
             std::process::exit(code);
         }
+        end_group(Pid::from_child(&child));
         let lost = lost(how);
         if was_asked {
             return Err(Failure::new(Exit::Interrupted, lost));
         }
-        goes_on(folder, &lost)?;
+        may_go_on(folder, &lost)?;
         crate::say(format_args!("lost: {lost}"));
         is_after_loss = true;
     }
 }
 
+/// Requests to this process, which are process 0's to heed.
+struct Requests {
+    end: Arc<AtomicBool>,
+    pause: Arc<AtomicBool>,
+}
+
+impl Requests {
+    fn watch() -> Result<Self, Failure> {
+        let requests = Requests {
+            end: Arc::default(),
+            pause: Arc::default(),
+        };
+        let end = [SIGINT, SIGTERM, SIGHUP, SIGUSR1].map(|s| (s, &requests.end));
+        for (signal, flag) in end.into_iter().chain([(SIGTSTP, &requests.pause)]) {
+            let registered = signal_hook::flag::register(signal, Arc::clone(flag));
+            registered.map_err(|e| failed("waits for no interrupt", &e))?;
+        }
+        Ok(requests)
+    }
+}
+
 fn lost(how: ExitStatus) -> String {
-    let signal = how.signal().map_or("?".into(), |s| s.to_string());
-    format!("process 0 was killed by signal {signal}")
+    match how.signal() {
+        Some(signal) => format!("process 0 was killed by signal {signal}"),
+        None => "process 0 ended".into(),
+    }
 }
 
 fn failed(what: &str, e: &dyn std::fmt::Display) -> Failure {
@@ -70,9 +87,9 @@ fn failed(what: &str, e: &dyn std::fmt::Display) -> Failure {
 }
 
 /// Fails where nothing is left that could go on.
-fn goes_on(folder: &Path, lost: &str) -> Result<(), Failure> {
+fn may_go_on(folder: &Path, lost: &str) -> Result<(), Failure> {
     let why = match Journal::read(folder)? {
-        Some(journal) if journal.now.processes > 1 => return Ok(()),
+        Some(journal) if journal.processes > 1 => return Ok(()),
         Some(_) => "no other process is left",
         None => "the run had not begun",
     };
@@ -97,25 +114,83 @@ fn start(is_after_loss: bool) -> Result<Child, Failure> {
     child.map_err(|e| failed("cannot start it", &e))
 }
 
-/// Waits for process 0 to end, and hands on what this one is asked. Says whether it was to end.
+/// Waits for process 0 to end, and hands on what this one is asked. One that stays stopped for longer
+/// than ranks wait for each other is killed. Says whether it was asked to end.
 fn wait(
     child: &mut Child,
-    signals: &[(Arc<AtomicBool>, Signal)],
+    requests: &Requests,
+    longest: Duration,
 ) -> Result<(ExitStatus, bool), Failure> {
-    let mut was_asked = false;
+    let pid = Pid::from_child(child);
+    let (mut asked, mut stopped): (Option<Instant>, Option<Instant>) = (None, None);
     loop {
         if let Some(how) = child
             .try_wait()
             .map_err(|e| failed("lost sight of it", &e))?
         {
-            return Ok((how, was_asked));
+            return Ok((how, asked.is_some()));
         }
-        for (flag, signal) in signals {
-            if flag.swap(false, Ordering::Relaxed) {
-                was_asked = true;
-                // One that has just ended is seen next.
-                let _ = rustix::process::kill_process(Pid::from_child(child), *signal);
+        if requests.end.swap(false, Ordering::Relaxed) {
+            // What process 0 may have been sent as well asks it no second time.
+            match asked {
+                None => {
+                    crate::say(format_args!(
+                        "interrupted: ending after this step and writing what there is; interrupt again to end at once"
+                    ));
+                    asked = Some(Instant::now());
+                    let _ = rustix::process::kill_process(pid, Signal::USR1);
+                }
+                Some(first) if first.elapsed() > ONE_REQUEST => {
+                    crate::say(format_args!(
+                        "ended at once; the same command goes on from the newest checkpoint"
+                    ));
+                    let _ = rustix::process::kill_process_group(pid, Signal::KILL);
+                }
+                Some(_) => {}
             }
+        }
+        if requests.pause.swap(false, Ordering::Relaxed) {
+            let _ = rustix::process::kill_process_group(pid, Signal::STOP);
+            let _ = rustix::process::kill_process(rustix::process::getpid(), Signal::STOP);
+            // It goes on when this one is told to.
+            let _ = rustix::process::kill_process_group(pid, Signal::CONT);
+        }
+        stopped = match is_stopped(pid) {
+            true => stopped.or(Some(Instant::now())),
+            false => None,
+        };
+        if stopped.is_some_and(|since| since.elapsed() > longest) {
+            crate::say(format_args!(
+                "process 0 is stopped for longer than --time-out: it is killed"
+            ));
+            let _ = rustix::process::kill_process(pid, Signal::KILL);
+            stopped = None;
+        }
+        std::thread::sleep(LOOK);
+    }
+}
+
+/// Whether a process is stopped by a signal, where the system says so.
+fn is_stopped(pid: Pid) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
+    // The state follows the name, which is in brackets and may have any.
+    let stat = stat.unwrap_or_default();
+    stat.rsplit_once(") ")
+        .is_some_and(|(_, rest)| rest.starts_with('T'))
+}
+
+/// Waits for those that process 0 started, which are in its group, to end, and kills who does not: they
+/// have the memory that is needed next.
+fn end_group(group: Pid) {
+    let until = Instant::now() + GRACE;
+    let mut is_killed = false;
+    while rustix::process::test_kill_process_group(group).is_ok() {
+        if Instant::now() > until {
+            if is_killed {
+                return;
+            }
+            let _ = rustix::process::kill_process_group(group, Signal::KILL);
+            is_killed = true;
         }
         std::thread::sleep(LOOK);
     }

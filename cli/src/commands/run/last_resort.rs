@@ -4,6 +4,16 @@ use crate::failure::Exit;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
+/// Says why and ends, at once, so that the keeper of an elastic run takes it for lost.
+pub fn end_kept(reason: &str) {
+    crate::say(format_args!(
+        "error: {reason}: nothing is left but to kill this process"
+    ));
+    let own = rustix::process::getpid();
+    let _ = rustix::process::kill_process(own, rustix::process::Signal::KILL);
+    std::process::abort()
+}
+
 /// Says why and ends, at once.
 ///
 /// An end in order would not come: it waits for the thread, and what the driver does at the end of its
@@ -18,5 +28,5 @@ pub fn end(reason: &str) {
         .args(["-c", &format!("exit {code}")])
         .exec();
     crate::say(format_args!("warning: /bin/sh: {failed}"));
-    std::process::exit(code)
+    std::process::abort()
 }

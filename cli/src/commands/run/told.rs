@@ -1,0 +1,90 @@
+//! How the processes that a launcher started learn with what process 0 of an elastic run goes on: from a
+//! file in the folder of checkpoints, which is there until all have met.
+
+use super::among::Setting;
+use super::elastic::{self, Continued};
+use super::journal;
+use crate::args::RunArgs;
+use crate::failure::{Exit, Failure};
+use crate::{document, outputs, plan_file};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+/// Least that a process waits for process 0, which may have to plan first.
+const LEAST_TO_BE_TOLD: Duration = Duration::from_secs(600);
+/// How often it looks.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// Says to the processes of a launcher with what process 0 goes on, until it is dropped.
+pub struct Told(PathBuf);
+
+impl Drop for Told {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+/// The file by which the processes of this run of a launcher are told.
+fn file(args: &RunArgs, setting: &Setting) -> Option<PathBuf> {
+    let Setting::Launched(launched) = setting else {
+        return None;
+    };
+    let folder = args.checkpoint.as_deref().filter(|_| args.elastic)?;
+    let hash =
+        blake3::hash(format!("{} of {}", launched.key, launched.place.of).as_bytes()).to_hex();
+    Some(folder.join(format!("elastic-{}.json", &hash[..16])))
+}
+
+/// Removes what an earlier process 0 of the same run may have left.
+pub fn forget(args: &RunArgs, setting: &Setting) {
+    if let Some(path) = file(args, setting) {
+        let _ = std::fs::remove_file(path);
+    }
+}
+
+/// Tells the other processes of a launcher what process 0 was told, or found in the journal.
+pub fn tell(args: &RunArgs, setting: &Setting) -> Result<Option<Told>, Failure> {
+    let Some(path) = file(args, setting) else {
+        return Ok(None);
+    };
+    let told = Continued {
+        plan: args.plan.clone(),
+        steps: args.steps,
+        total_steps: args.total_steps,
+        resume: args.resume.clone(),
+        processes: args.processes.unwrap_or(1),
+        losses: args.losses,
+    };
+    outputs::write_atomic(&path, document::to_json(&told)?.as_bytes())?;
+    Ok(Some(Told(path)))
+}
+
+/// The arguments of a process with a number above 0: those that process 0 of an elastic run tells it,
+/// once it does, and its own of any other run. Nothing where the run is done already.
+pub fn told(args: &RunArgs, setting: &Setting) -> Result<Option<RunArgs>, Failure> {
+    let Some(path) = file(args, setting) else {
+        return Ok(Some(args.clone()));
+    };
+    let loaded = plan_file::load(&args.plan)?;
+    let until = Instant::now() + Duration::from_secs(args.time_out).max(LEAST_TO_BE_TOLD);
+    loop {
+        // Gone between two looks, it is of a process 0 before this one.
+        match std::fs::read(&path) {
+            Ok(_) => break,
+            Err(_) if journal::is_done(args, &loaded)? => return Ok(None),
+            Err(_) if Instant::now() < until => std::thread::sleep(LOOK),
+            Err(_) => {
+                let what = format!(
+                    "process 0 did not say what it goes on with, by the file {}",
+                    path.display()
+                );
+                let help =
+                    "see its messages; the folder of --checkpoint must be one that all hosts have";
+                return Err(Failure::new(Exit::RunFailed, what).help(help));
+            }
+        }
+    }
+    let mut args = args.clone();
+    args.continued = Some(path);
+    elastic::continued(&args).map(Some)
+}
