@@ -731,7 +731,9 @@ fn a_session_goes_on_after_a_checkpoint_that_failed() {
     let case = Case::new(3, &GENERAL, Precision::F32, SGD);
     let mut session = case.session(5);
     let dir = tempfile::tempdir().unwrap();
-    let missing = dir.path().join("missing");
+    // No folder can be where a file is.
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let missing = file.path().join("missing");
     assert!(crate::checkpoint::save(&missing, &mut session, "", "").is_err());
     session.write_shards(&missing).unwrap_err();
     session.step(&case.batches[0], 0.1, false).unwrap();

@@ -79,7 +79,8 @@ pub fn held(args: &RunArgs, makes: bool) -> Result<Option<File>, Failure> {
 pub struct Journal {
     /// Whether all its steps are made and all that it was to write is there.
     is_done: bool,
-    /// What decides what is trained, by the name of its flag: another run has something else.
+    /// Everything that decides what is trained, by the name of its flag: another run has something
+    /// else.
     job: BTreeMap<String, String>,
     /// With what it began.
     began: Part,
@@ -223,7 +224,8 @@ impl Journal {
         journal.write(folder)
     }
 
-    /// What another run asks for that this one did not, in words; nothing where it is this one.
+    /// The first thing that another run asks for and this one did not, in words; nothing where it is
+    /// this one.
     fn difference(&self, args: &RunArgs, loaded: &Loaded) -> Option<String> {
         let now = job(args, loaded);
         let none = || "unknown".to_string();
@@ -285,7 +287,7 @@ impl Journal {
     }
 }
 
-/// What the journal in the folder of checkpoints says of the run that is asked for.
+/// The standing of the run that is asked for, by the journal in its folder of checkpoints.
 pub enum Standing {
     /// There is none, or one that was told how it goes on: it is made as its arguments say.
     New,
