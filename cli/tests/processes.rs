@@ -920,6 +920,48 @@ fn an_elastic_run_is_made_once_at_a_time() {
     wait_for_none(&place, "e.json");
 }
 
+/// All steps are made, and the weights cannot be written: the same command writes them and makes no
+/// step, and only then is the run done.
+#[test]
+fn an_elastic_run_is_done_when_all_is_written() {
+    let place = Place::new();
+    two_replicas(&place);
+    std::fs::create_dir(place.path("out")).unwrap();
+    let weights = [
+        "--save",
+        "out/weights.safetensors",
+        "--config",
+        "config.json",
+    ];
+    let more = ["state", "--processes", "-o", "e.json"];
+    let args = [&RUN[..], &ELASTIC, &more, &weights].concat();
+    let child = command(&place, &args).spawn().unwrap();
+    wait_for_checkpoint(&place, "state", 1);
+    std::fs::remove_dir(place.path("out")).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(3), "{}", said(&output));
+    let last = newest(&place, "state");
+    assert!(last.0.ends_with("-step-600"));
+    std::fs::create_dir(place.path("out")).unwrap();
+    let again = place.run(&args).expect(0);
+    assert!(
+        again.err.contains("all steps of the run were made before"),
+        "{}",
+        again.err
+    );
+    assert!(place.exists("out/weights.safetensors"));
+    assert_eq!(newest(&place, "state"), last);
+    let done = place.run(&args).expect(0);
+    assert!(
+        done.err.contains("is done, and nothing is left to do"),
+        "{}",
+        done.err
+    );
+    std::fs::remove_file(place.path("out/weights.safetensors")).unwrap();
+    let missing = place.run(&args).expect(6);
+    missing.says(&["is done, and out/weights.safetensors is not there"]);
+}
+
 /// A launcher starts the same command again with the processes that it has left, and later with all of
 /// them: an elastic run goes on with these, and takes its first plan again.
 #[test]

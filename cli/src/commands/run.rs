@@ -64,7 +64,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         };
     }
     keeper::keep(args, &setting)?;
-    let mut held = journal::held(args, false)?;
+    let mut held = journal::held(args, &setting, false)?;
     told::forget(args, &setting);
     let loaded = plan_file::load(&args.plan)?;
     check_task(args, loaded.plan.train.task)?;
@@ -107,7 +107,11 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     }
     let first = resume.as_ref().map_or(0, |c| c.step());
     if held.is_none() {
-        held = journal::held(args, true)?;
+        held = journal::held(args, &setting, true)?;
+        // Another one may have begun the run meanwhile.
+        if let Standing::Done = journal::go_on(args, &setting, &loaded)? {
+            return Ok(());
+        }
     }
     Journal::begin(args, &setting, (&loaded, first))?;
     let told = told::tell(args, &setting)?;
@@ -119,6 +123,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         done: first,
         written: Vec::new(),
         rescued: None,
+        is_asked_to_end: Arc::default(),
     };
     let trained = train_all(
         args,
@@ -145,7 +150,9 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         }
         (Err(e), _) => return Err(e.into()),
     };
-    if measurement.steps.is_empty() {
+    // All steps were made before: what is left is what the run was to write at its end.
+    let is_end = args.continued.is_some() && args.steps == 0;
+    if measurement.steps.is_empty() && !is_end {
         let what = "interrupted before the first step was done; nothing was written";
         return Err(Failure::new(Exit::Interrupted, what));
     }
@@ -155,7 +162,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         Ok(()) => written.push(what),
         Err(failure) => failed.push(failure),
     };
-    if let Some(folder) = &args.checkpoint {
+    if let Some(folder) = args.checkpoint.as_ref().filter(|_| !is_end) {
         let graph = &loaded.plan.graph;
         let kept = usize::from(args.checkpoints_kept);
         let saved = save_keeping(kept, folder, &mut session, &loaded.hash, graph);
@@ -167,12 +174,14 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         let what = format!("{} has the weights", path.display());
         attempt(what, export(path, config, &mut session));
     }
-    let what = format!("{} measures the steps", args.output.display());
-    let text = document::to_json(&measurement);
-    attempt(
-        what,
-        text.and_then(|t| outputs::write_atomic(&args.output, t.as_bytes())),
-    );
+    if !is_end {
+        let what = format!("{} measures the steps", args.output.display());
+        let text = document::to_json(&measurement);
+        attempt(
+            what,
+            text.and_then(|t| outputs::write_atomic(&args.output, t.as_bytes())),
+        );
+    }
     if !failed.is_empty() {
         return Err(not_all(failed, &written));
     }
@@ -186,7 +195,15 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
             crate::say(format_args!("warning: {problem} after the run was done"));
         }
     }
-    if args.json {
+    if is_end {
+        crate::say(format_args!(
+            "all steps of the run were made before; {}",
+            match written.is_empty() {
+                true => "nothing was left to write".to_string(),
+                false => format!("now written: {}", written.join(", ")),
+            }
+        ));
+    } else if args.json {
         print_json(args, &loaded, &measurement, &chosen)?;
     } else {
         print_words(args, &loaded, &measurement, &chosen)?;
@@ -614,7 +631,9 @@ fn check_outputs(args: &RunArgs, resume: Option<&Checkpoint>) -> Result<(), Fail
     let read: Vec<&Path> = read.iter().map(PathBuf::as_path).collect();
     let mut written: Vec<&Path> = args.save.as_deref().into_iter().collect();
     outputs::check_regular(&written, &read)?;
-    if let Some(file) = written.iter().find(|file| file.exists() && !args.force) {
+    // A run that goes on may have written them: when it began they were not there.
+    let may_replace = args.force || args.continued.is_some();
+    if let Some(file) = written.iter().find(|file| file.exists() && !may_replace) {
         return Err(outputs::kept(file));
     }
     written.push(&args.output);
@@ -798,6 +817,7 @@ fn train_all(
     let plan = &loaded.plan;
     let stop = interrupt::flag("ending after this step and writing what there is")?;
     interrupt::sets_at_usr1(&stop)?;
+    so_far.is_asked_to_end = Arc::clone(&stop);
     let folder = args.checkpoint.as_deref();
     let periodic = folder
         .zip(args.checkpoint_every)

@@ -2,6 +2,7 @@
 
 use super::children::Children;
 use super::fabric::Chosen;
+use super::last_resort;
 use super::launcher::{self, Launched};
 use super::rendezvous::{self, Appointment};
 use crate::args::RunArgs;
@@ -190,7 +191,14 @@ pub fn gather(
             let host = open(loopback())?;
             let children = Children::start(of, &Appointment::new(host.address(), host.token()))?;
             let watch = &mut || children.ended();
-            let processes = host.gather(of, &fingerprint, patience, watch)?;
+            let processes = match host.gather(of, &fingerprint, patience, watch) {
+                Err(JoinError::Ended(what)) if args.kept.is_some() => {
+                    // To the keeper this is a loss like any other.
+                    last_resort::end_kept(&what);
+                    return Err(JoinError::Ended(what).into());
+                }
+                gathered => gathered?,
+            };
             let processes = Arc::new(processes);
             processes.are_watched();
             children.report_to(&processes);

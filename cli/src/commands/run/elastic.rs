@@ -22,6 +22,8 @@ use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 /// All that is otherwise than on the command line.
@@ -94,6 +96,8 @@ pub struct SoFar {
     pub written: Vec<(PathBuf, u64)>,
     /// The checkpoint of what the ranks that are left had in memory, or why there is none.
     pub rescued: Option<Result<Rescued, String>>,
+    /// Whether somebody has asked the run to end.
+    pub is_asked_to_end: Arc<AtomicBool>,
 }
 
 impl SoFar {
@@ -186,7 +190,12 @@ pub fn go_on(
     company: Company,
     (lost, from): (RuntimeError, SoFar),
 ) -> Failure {
+    let is_asked_to_end = Arc::clone(&from.is_asked_to_end);
     match prepared(args, loaded, company, (&lost, from)) {
+        Ok(_) if is_asked_to_end.load(Ordering::Relaxed) => {
+            let what = format!("interrupted after a loss: {lost}");
+            Failure::new(Exit::Interrupted, what).help("to go on, give the same command again")
+        }
         Ok(mut command) => {
             let e = command.exec();
             Failure::new(Exit::RunFailed, format!("{lost}; to go on failed: {e}"))

@@ -23,12 +23,14 @@ const NAME: &str = "elastic.json";
 const LOCK: &str = "elastic.lock";
 /// How long one waits for another process 0 of the run to end, and how often it looks.
 const TO_END: Duration = Duration::from_secs(3);
+/// The same under a launcher: on other hosts a lock stays for a while when the host is gone that had it.
+const TO_VANISH: Duration = Duration::from_secs(120);
 const LOOK: Duration = Duration::from_millis(50);
 
 /// Takes the folder of checkpoints of an elastic run for this process 0, as long as the result is kept:
 /// of a run that is started twice, or before its former process 0 has ended, one goes on. A folder that
 /// is not there yet is made where `makes` says so, and else nobody's.
-pub fn held(args: &RunArgs, makes: bool) -> Result<Option<File>, Failure> {
+pub fn held(args: &RunArgs, setting: &Setting, makes: bool) -> Result<Option<File>, Failure> {
     let Some(folder) = args.checkpoint.as_deref().filter(|_| args.elastic) else {
         return Ok(None);
     };
@@ -48,7 +50,11 @@ pub fn held(args: &RunArgs, makes: bool) -> Result<Option<File>, Failure> {
         .append(true)
         .open(&path)
         .map_err(failed)?;
-    let until = Instant::now() + TO_END;
+    let until = Instant::now()
+        + match setting {
+            Setting::Launched(_) => TO_VANISH,
+            _ => TO_END,
+        };
     loop {
         match file.try_lock() {
             Ok(()) => return Ok(Some(file)),
@@ -192,11 +198,12 @@ impl Journal {
         else {
             return Ok(());
         };
-        if let Some(other) = Journal::read(folder)?.filter(|j| !j.is_done) {
-            return Err(other.refusal(folder, "this run is not --elastic"));
-        }
+        // An elastic run has looked whether it is the one that is not done.
         if !args.elastic {
-            return Ok(());
+            return match Journal::read(folder)?.filter(|j| !j.is_done) {
+                Some(other) => Err(other.refusal(folder, "this run is not --elastic")),
+                None => Ok(()),
+            };
         }
         let ranks = left::ranks_of(loaded);
         let began = Part {
@@ -248,42 +255,17 @@ impl Journal {
         ))
     }
 
-    /// The newest checkpoint to go on from that is whole, with its step, and what is wrong with those
-    /// after it. One of the last step is taken where there is no other: what a run writes at its end is
-    /// written by one that makes a step.
+    /// The newest checkpoint that is whole, with its step, and what is wrong with those after it.
     fn newest(&self, folder: &Path) -> (Option<(PathBuf, u64)>, Vec<String>) {
-        let (mut damaged, mut last) = (Vec::new(), None);
+        let mut damaged = Vec::new();
         let all = runtime::checkpoint::numbered(folder).into_iter().rev();
         for (_, path) in all.filter(|(n, _)| self.before.is_none_or(|b| *n > b)) {
             match runtime::checkpoint::verify(&path) {
-                Ok(found) if found.step() < self.end => {
-                    return (Some((path, found.step())), damaged);
-                }
-                Ok(found) => last = last.or(Some((path, found.step()))),
+                Ok(found) => return (Some((path, found.step().min(self.end))), damaged),
                 Err(all) => damaged.extend(all.first().map(ToString::to_string)),
             }
         }
-        (last, damaged)
-    }
-
-    /// The run has made all its steps, ended before it had written all, and has nothing left to make a
-    /// step from: it is done.
-    fn finished(self, folder: &Path, newest: Option<(PathBuf, u64)>) -> Failure {
-        let path = newest.map_or(folder.to_path_buf(), |(path, _)| path);
-        let what = format!(
-            "all steps of the run are made: {} has the training state. It ended before it had written all that it was to write, and no earlier checkpoint is there to make that from",
-            path.display()
-        );
-        let help = "`meshwright checkpoint convert` makes weights of a training state; with --checkpoints-kept 2 or more the same command would have made the rest";
-        let done = Journal {
-            is_done: true,
-            ..self
-        }
-        .write(folder);
-        match done {
-            Ok(()) => Failure::new(Exit::RunFailed, what).help(help),
-            Err(failure) => failure,
-        }
+        (None, damaged)
     }
 }
 
@@ -306,6 +288,15 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
     let difference = journal.difference(args, loaded);
     match (journal.is_done, difference) {
         (true, None) => {
+            if let Some(path) = args.save.as_ref().filter(|path| !path.exists()) {
+                let what = format!(
+                    "the run of {} is done, and {} is not there",
+                    folder.join(NAME).display(),
+                    path.display()
+                );
+                let help = "`meshwright checkpoint convert` makes weights of its training state";
+                return Err(Failure::new(Exit::RunFailed, what).help(help));
+            }
             crate::say(format_args!(
                 "the run of {} is done, and nothing is left to do: remove that file to begin it anew",
                 folder.join(NAME).display()
@@ -343,9 +334,6 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
     journal.write(folder)?;
     let (newest, damaged) = journal.newest(folder);
     let step = newest.as_ref().map_or(journal.first, |(_, step)| *step);
-    if step >= journal.end {
-        return Err(journal.finished(folder, newest));
-    }
     let began = Instant::now();
     let mut planned = String::new();
     journal.planned = if processes == journal.began.processes {

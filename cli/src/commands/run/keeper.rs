@@ -42,7 +42,12 @@ pub fn keep(args: &RunArgs, setting: &Setting) -> Result<(), Failure> {
         end_group(Pid::from_child(&child));
         let lost = lost(how);
         if was_asked {
-            return Err(Failure::new(Exit::Interrupted, lost));
+            let what = match how.signal() == Some(SIGUSR1) {
+                true => "interrupted before the first step".to_string(),
+                false => lost,
+            };
+            let help = "to go on, give the same command again";
+            return Err(Failure::new(Exit::Interrupted, what).help(help));
         }
         may_go_on(folder, &lost)?;
         crate::say(format_args!("lost: {lost}"));
@@ -182,15 +187,14 @@ fn is_stopped(pid: Pid) -> bool {
 /// Waits for those that process 0 started, which are in its group, to end, and kills who does not: they
 /// have the memory that is needed next.
 fn end_group(group: Pid) {
-    let until = Instant::now() + GRACE;
-    let mut is_killed = false;
+    let (mut is_killed, mut until) = (false, Instant::now() + GRACE);
     while rustix::process::test_kill_process_group(group).is_ok() {
         if Instant::now() > until {
             if is_killed {
                 return;
             }
             let _ = rustix::process::kill_process_group(group, Signal::KILL);
-            is_killed = true;
+            (is_killed, until) = (true, Instant::now() + GRACE);
         }
         std::thread::sleep(LOOK);
     }
