@@ -33,7 +33,7 @@ use ir::{Bytes, OpKind, Seconds, Task};
 use journal::{Journal, Standing};
 use leaps::Leaps;
 use runtime::RuntimeError;
-use runtime::checkpoint::{Checkpoint, Found, save_keeping};
+use runtime::checkpoint::{Checkpoint, Found, Leaving, save_keeping};
 use runtime::data::{DataOptions, Dataset, Seen};
 use runtime::device::cuda::{Matmuls, Multiplier};
 use runtime::device::{Backend, cuda};
@@ -261,6 +261,15 @@ fn serve(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<(), Failu
         backend: backend(args),
         matmuls: matmuls(args),
         meets: chosen.meets,
+        leaves: args
+            .checkpoint
+            .clone()
+            .filter(|_| args.elastic)
+            .map(|folder| Leaving {
+                folder,
+                plan_hash: loaded.hash.clone(),
+                model: loaded.plan.graph.clone(),
+            }),
         processes: Some(company.processes),
         last_resort: Some(last_resort(args)),
         ..SessionOptions::default()

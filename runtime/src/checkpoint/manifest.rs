@@ -7,6 +7,7 @@ use crate::data::Seen;
 use crate::error::RuntimeError;
 use crate::execute::Session;
 use crate::files::Unfinished;
+use ir::TrainSpec;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -46,7 +47,17 @@ pub struct Origin {
 
 impl Origin {
     pub(super) fn of(session: &Session, plan: &str, model: &str) -> Self {
-        let (step, spec) = (session.step_number(), session.spec());
+        let data = session.data().and_then(|d| d.dataset().seen());
+        Self::of_member(session.step_number(), session.spec(), data, (plan, model))
+    }
+
+    /// The same without a session: of a process that does not coordinate.
+    pub(crate) fn of_member(
+        step: u64,
+        spec: &TrainSpec,
+        data: Option<&Seen>,
+        (plan, model): (&str, &str),
+    ) -> Self {
         Origin {
             plan_hash: plan.into(),
             model: model.into(),
@@ -55,7 +66,7 @@ impl Origin {
             next_sample: step.saturating_mul(spec.global_batch),
             global_batch: spec.global_batch,
             sequence: spec.sequence,
-            data: session.data().and_then(|d| d.dataset().seen()).cloned(),
+            data: data.cloned(),
         }
     }
 }

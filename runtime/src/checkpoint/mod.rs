@@ -20,11 +20,13 @@
 
 mod background;
 pub mod dcp;
+mod left;
 mod manifest;
 mod shard;
 mod share;
 
 pub use background::{Background, Ended};
+pub use left::{Leaving, is_left, salvage};
 pub use manifest::{Origin, restamped};
 pub(crate) use shard::Shard;
 pub(crate) use shard::write as write_shard;

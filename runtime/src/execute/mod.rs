@@ -33,7 +33,7 @@ mod script;
 pub(crate) mod session;
 #[cfg(test)]
 mod session_tests;
-mod worker;
+pub(crate) mod worker;
 
 pub use kernel::{Context, Operand, Output, kernel};
 pub use local::{Local, is_computed, narrow, widen};

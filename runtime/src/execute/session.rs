@@ -9,7 +9,7 @@ use super::message::{Play, Played, Reply, Request, Samples};
 use super::rank::{RankOptions, RankTimings};
 use super::worker::{Answers, Crew, Link, Remote, Worker};
 use crate::arena::Bytes;
-use crate::checkpoint::{Checkpoint, Shard, shares};
+use crate::checkpoint::{Checkpoint, Leaving, Shard, shares};
 use crate::data::{Batch, Batches};
 use crate::device::{Backend, Cpu, Cuda, cuda};
 use crate::error::RuntimeError;
@@ -62,6 +62,8 @@ pub struct SessionOptions {
     /// Ends the process where ranks meet by NCCL and the host of one never comes back from the GPU's
     /// driver; `None`: somebody else has to.
     pub last_resort: Option<LastResort>,
+    /// Where the ranks of a process that does not coordinate leave their states when process 0 is lost.
+    pub leaves: Option<Leaving>,
 }
 
 impl Default for SessionOptions {
@@ -78,6 +80,7 @@ impl Default for SessionOptions {
             matmuls: cuda::Matmuls::default(),
             meets: Meets::Host,
             last_resort: None,
+            leaves: None,
         }
     }
 }

@@ -31,6 +31,7 @@ const OPTIONS: SessionOptions = SessionOptions {
     matmuls: crate::device::cuda::Matmuls::USUAL,
     meets: Meets::Host,
     last_resort: None,
+    leaves: None,
 };
 
 struct Case {
@@ -609,6 +610,7 @@ fn spoiled(spoil: impl Fn(&mut Program), watchdog: Duration) -> RuntimeError {
         matmuls: crate::device::cuda::Matmuls::USUAL,
         meets: Meets::Host,
         last_resort: None,
+        leaves: None,
     };
     let mut session = Session::new(&program, &case.spec, options, |r: StateRequest<'_>| {
         Ok(case.initial(r.path, r.role, r.lens))

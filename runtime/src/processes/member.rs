@@ -2,14 +2,16 @@
 
 use super::Letter;
 use super::lines::{Asked, Inbox};
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, Leaving, Origin};
 use crate::error::RuntimeError;
-use crate::execute::message::Request;
+use crate::execute::message::{Reply, Request};
 use crate::execute::session::{Cast, SessionOptions};
+use crate::execute::worker::Crew;
 use crate::fabric::threads::{Carrier, World};
 use ir::program::Program;
 use ir::{Rank, TrainSpec};
-use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -17,6 +19,11 @@ use std::time::{Duration, Instant};
 const LOOK: Duration = Duration::from_millis(500);
 /// How long process 0 has to end a run of which a rank has failed.
 const LAST_REQUEST: Duration = Duration::from_secs(15);
+/// How long a rank has to say at which step it is when process 0 is lost.
+const LAST_WORDS: Duration = Duration::from_secs(3);
+
+/// The way of the ranks' answers when process 0 is lost.
+type Here = Arc<Mutex<Option<Sender<(Rank, Reply)>>>>;
 
 /// Does what process 0 asks of this process' ranks until that one has no more requests. Program,
 /// spec and options are those of the session there.
@@ -29,7 +36,8 @@ pub fn serve(
     spec: &TrainSpec,
     options: SessionOptions,
 ) -> Result<(), RuntimeError> {
-    let watchdog = options.watchdog;
+    let (watchdog, leaves) = (options.watchdog, options.leaves.clone());
+    let data = options.data.clone();
     let Some(processes) = options.processes.clone() else {
         let problem = "a process that serves must be one of several";
         return Err(RuntimeError::Program(problem.into()));
@@ -40,9 +48,17 @@ pub fn serve(
     let (asked, requests) = channel();
     processes.attach(&world, shares.clone(), Inbox::Requests(asked));
     let failed: Arc<Mutex<Option<Instant>>> = Arc::default();
+    let here: Here = Arc::default();
     let crew = cast.crew(&world, &shares[me], |rank| {
         let (carrier, failed) = (processes.carrier(), Arc::clone(&failed));
+        let here = Arc::clone(&here);
         Box::new(move |answer| {
+            if let Some(to) = &*here.lock().unwrap_or_else(PoisonError::into_inner) {
+                if let Ok(reply) = answer {
+                    let _ = to.send((rank, reply));
+                }
+                return true;
+            }
             if answer.is_err() {
                 let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
                 failed.get_or_insert_with(Instant::now);
@@ -85,8 +101,76 @@ pub fn serve(
             // Whoever waits for others must not wait for good.
             Err(RecvTimeoutError::Disconnected) => {
                 world.abort(first, "its process is gone");
+                if let Some(leaves) = &leaves {
+                    let (to, answers) = channel();
+                    *here.lock().unwrap_or_else(PoisonError::into_inner) = Some(to);
+                    let seen = data.as_ref().and_then(|d| d.dataset().seen());
+                    let origin = |step| {
+                        let of = (&*leaves.plan_hash, &*leaves.model);
+                        Origin::of_member(step, spec, seen, of)
+                    };
+                    let patience = watchdog.max(LAST_WORDS);
+                    leave(
+                        leaves,
+                        program,
+                        (&shares[0], &shares[me]),
+                        (&crew, &answers),
+                        (&origin, patience),
+                    );
+                }
                 return Err(processes.gone(0, first));
             }
+        }
+    }
+}
+
+/// Has this process' ranks write their share of the states, where those that are left without process 0
+/// have all of them. What is not whole is found by who goes on, so nothing is said of failures.
+fn leave(
+    leaves: &Leaving,
+    program: &Program,
+    (lost, mine): (&[Rank], &[Rank]),
+    (crew, answers): (&Crew, &Receiver<(Rank, Reply)>),
+    (origin, patience): (&dyn Fn(u64) -> Origin, Duration),
+) {
+    let Some(mut shares) = Leaving::shares(program, lost) else {
+        return;
+    };
+    let writers: BTreeSet<Rank> = shares.keys().copied().collect();
+    let ranks: Vec<Rank> = mine
+        .iter()
+        .copied()
+        .filter(|r| writers.contains(r))
+        .collect();
+    for &rank in &ranks {
+        crew.tell(rank, Request::Stands);
+    }
+    // Each is at a step of its own where the loss came between their updates.
+    let mut steps = BTreeMap::new();
+    let until = Instant::now() + LAST_WORDS;
+    while steps.len() < ranks.len() {
+        match answers.recv_timeout(until.saturating_duration_since(Instant::now())) {
+            Ok((rank, Reply::Stands(Some(step)))) => drop(steps.insert(rank, step)),
+            Ok((_, Reply::Stands(None))) | Err(_) => return,
+            Ok(_) => {}
+        }
+    }
+    if std::fs::create_dir_all(leaves.place()).is_err() {
+        return;
+    }
+    for &rank in &ranks {
+        let states = shares.remove(&rank).unwrap_or_default();
+        crew.tell(rank, Request::Save(leaves.place(), states));
+    }
+    let until = Instant::now() + patience;
+    for _ in 0..ranks.len() {
+        match answers.recv_timeout(until.saturating_duration_since(Instant::now())) {
+            Ok((rank, Reply::Shard(Ok(shard)))) => {
+                let step = steps.get(&rank).copied().unwrap_or(0);
+                let _ = leaves.note(origin(step), writers.clone(), (rank, shard));
+            }
+            Ok(_) => {}
+            Err(_) => return,
         }
     }
 }

@@ -332,6 +332,8 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
     // Before anything that takes long: who is killed meanwhile is lost, too.
     journal.processes = processes;
     journal.write(folder)?;
+    // Ranks may have left what they had in memory, of a later step than the newest checkpoint is.
+    let salvaged = runtime::checkpoint::salvage(folder, usize::from(args.checkpoints_kept));
     let (newest, damaged) = journal.newest(folder);
     let step = newest.as_ref().map_or(journal.first, |(_, step)| *step);
     let began = Instant::now();
@@ -385,7 +387,17 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
     let damaged: String = (damaged.iter())
         .map(|d| format!(" Passed over {d}."))
         .collect();
+    let not = match &salvaged {
+        Some(Err(reason)) => {
+            format!("The ranks that were left did not leave all states, as {reason}. ")
+        }
+        _ => String::new(),
+    };
     let source = match (&newest, &args.resume) {
+        (Some((path, _)), _) if salvaged.as_ref().is_some_and(|s| s.is_ok()) => format!(
+            "The ranks that were left had all states in memory: no step is lost ({}).",
+            path.display()
+        ),
         (Some((path, _)), _) => {
             let path = path.display();
             format!("The newest checkpoint that is whole is {path}.")
@@ -408,7 +420,7 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
         "going on with the run of {}, with {}{of}, from step {step}{planned}.\n{}{aside}",
         folder.join(NAME).display(),
         counted(journal.planned.ranks as u64, "rank"),
-        report::wrapped(&format!("  {source}{damaged}")),
+        report::wrapped(&format!("  {not}{source}{damaged}")),
     ));
     let e = elastic::again(args, &continued)?.exec();
     let what = format!("the run could not go on: {e}");

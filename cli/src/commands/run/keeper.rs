@@ -31,15 +31,15 @@ pub fn keep(args: &RunArgs, setting: &Setting) -> Result<(), Failure> {
         _ => return Ok(()),
     };
     let requests = Requests::watch()?;
-    let stopped = Duration::from_secs(args.time_out);
+    let longest = Duration::from_secs(args.time_out);
     let mut is_after_loss = false;
     loop {
         let mut child = start(is_after_loss)?;
-        let (how, was_asked) = wait(&mut child, &requests, stopped)?;
+        let (how, was_asked) = wait(&mut child, &requests, longest)?;
         if let Some(code) = how.code() {
             std::process::exit(code);
         }
-        end_group(Pid::from_child(&child));
+        end_group(Pid::from_child(&child), folder, longest);
         let lost = lost(how);
         if was_asked {
             let what = match how.signal() == Some(SIGUSR1) {
@@ -185,11 +185,14 @@ fn is_stopped(pid: Pid) -> bool {
 }
 
 /// Waits for those that process 0 started, which are in its group, to end, and kills who does not: they
-/// have the memory that is needed next.
-fn end_group(group: Pid) {
-    let (mut is_killed, mut until) = (false, Instant::now() + GRACE);
+/// have the memory that is needed next. Who writes down what it has in memory may take longer.
+fn end_group(group: Pid, folder: &Path, longest: Duration) {
+    let began = Instant::now();
+    let (mut is_killed, mut until) = (false, began + GRACE);
     while rustix::process::test_kill_process_group(group).is_ok() {
-        if Instant::now() > until {
+        let writes = !is_killed && began.elapsed() < longest;
+        let writes = writes && runtime::checkpoint::is_left(folder);
+        if Instant::now() > until && !writes {
             if is_killed {
                 return;
             }

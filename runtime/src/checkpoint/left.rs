@@ -1,0 +1,138 @@
+//! The states that the ranks of other processes leave when process 0 is lost, which would else have asked
+//! them for these: each rank writes its share to a folder beside the checkpoints, with a note of the step
+//! and of all who write. Whoever goes on makes a checkpoint of it, if all have written and of one step.
+
+use super::{Origin, Rescued, Shard, commit, problem, remove, shares_of, verify};
+use crate::error::RuntimeError;
+use crate::files::Unfinished;
+use ir::Rank;
+use ir::program::{Program, StateBuffer};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// The folder beside the checkpoints.
+const NAME: &str = "left-by-ranks";
+
+/// A rank's note of what it wrote.
+#[derive(Debug, Serialize, Deserialize)]
+struct Note {
+    origin: Origin,
+    /// All ranks that write.
+    writers: BTreeSet<Rank>,
+    rank: Rank,
+    shard: Shard,
+}
+
+/// Where the ranks of a process leave their states when process 0 is lost.
+#[derive(Clone, Debug)]
+pub struct Leaving {
+    /// The folder of checkpoints.
+    pub folder: PathBuf,
+    /// The fingerprint of the plan.
+    pub plan_hash: String,
+    /// The text of its forward graph.
+    pub model: String,
+}
+
+impl Leaving {
+    /// The folder in which files are left.
+    pub(crate) fn place(&self) -> PathBuf {
+        self.folder.join(NAME)
+    }
+
+    /// The states that each rank writes when these are lost; nothing where some are lost with them.
+    pub(crate) fn shares(
+        program: &Program,
+        lost: &[Rank],
+    ) -> Option<BTreeMap<Rank, Vec<StateBuffer>>> {
+        shares_of(program, |r| !lost.contains(&r)).ok()
+    }
+
+    /// Notes what a rank wrote, and who else does.
+    pub(crate) fn note(
+        &self,
+        origin: Origin,
+        writers: BTreeSet<Rank>,
+        (rank, shard): (Rank, Shard),
+    ) -> std::io::Result<()> {
+        let note = Note {
+            origin,
+            writers,
+            rank,
+            shard,
+        };
+        let text = serde_json::to_vec(&note)?;
+        let path = self.place().join(format!("rank-{}.json", rank.0));
+        let mut file = std::fs::File::create_new(path)?;
+        file.write_all(&text)?;
+        file.sync_all()
+    }
+}
+
+/// Whether ranks leave, or have left, their states in this folder of checkpoints.
+pub fn is_left(folder: &Path) -> bool {
+    folder.join(NAME).is_dir()
+}
+
+/// Makes a checkpoint of what ranks left in a folder of checkpoints, of which the newest `kept` stay.
+/// What was left is gone then. Nothing where nothing was left.
+///
+/// Fails with the reason in words where it is not the whole state of a step.
+pub fn salvage(folder: &Path, kept: usize) -> Option<Result<Rescued, String>> {
+    let place = folder.join(NAME);
+    if !place.is_dir() {
+        return None;
+    }
+    let made = made_of(folder, &place, kept);
+    let _ = std::fs::remove_dir_all(&place);
+    Some(made)
+}
+
+fn made_of(folder: &Path, place: &Path, kept: usize) -> Result<Rescued, String> {
+    let read = |e: std::io::Error| format!("{}: {e}", place.display());
+    let mut notes: BTreeMap<Rank, Note> = BTreeMap::new();
+    for entry in std::fs::read_dir(place).map_err(read)? {
+        let path = entry.map_err(read)?.path();
+        if path.extension().is_some_and(|e| e == "json") {
+            let text = std::fs::read(&path).map_err(read)?;
+            let note: Note =
+                serde_json::from_slice(&text).map_err(|e| format!("{}: {e}", path.display()))?;
+            notes.insert(note.rank, note);
+        }
+    }
+    let Some(first) = notes.values().next() else {
+        return Err("no rank had written its part when it ended".into());
+    };
+    let (step, writers) = (first.origin.step, first.writers.clone());
+    if let Some(missing) = writers.iter().find(|r| !notes.contains_key(r)) {
+        return Err(format!("{missing} had not written its part when it ended"));
+    }
+    let origin = first.origin.clone();
+    let is_same = |n: &Note| n.writers == writers && n.origin == origin;
+    if !notes.values().all(is_same) {
+        return Err("the ranks that were left were not at one step".into());
+    }
+    let words = |e: RuntimeError| e.to_string();
+    let error =
+        |e: std::io::Error| words(problem(folder, format!("cannot write a checkpoint: {e}")));
+    let unfinished = Unfinished::folder(folder).map_err(error)?;
+    let mut shards = Vec::new();
+    for note in notes.into_values() {
+        let name = Path::new(&note.shard.file).file_name().unwrap_or_default();
+        std::fs::rename(place.join(name), unfinished.path().join(name)).map_err(error)?;
+        shards.push(note.shard);
+    }
+    let path = commit(folder, usize::MAX, &unfinished, origin, shards).map_err(words)?;
+    match verify(&path) {
+        Ok(_) => {
+            super::prune(folder, kept);
+            Ok(Rescued { step, path })
+        }
+        Err(problems) => {
+            remove(folder, &path);
+            Err(problems.first().map_or(String::new(), ToString::to_string))
+        }
+    }
+}
