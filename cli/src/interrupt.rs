@@ -40,8 +40,11 @@ fn no_handler(e: impl std::fmt::Display) -> Failure {
 pub fn flag(doing: &'static str) -> Result<Arc<AtomicBool>, Failure> {
     let flag = Arc::new(AtomicBool::new(false));
     let set = Arc::clone(&flag);
+    // Others set the flag, too, and are no first interrupt ([`sets_at_usr1`]).
+    let was_interrupted = AtomicBool::new(false);
     let handler = move || {
-        if set.swap(true, Ordering::Relaxed) {
+        set.store(true, Ordering::Relaxed);
+        if was_interrupted.swap(true, Ordering::Relaxed) {
             runtime::files::remove_unfinished();
             std::process::exit(Exit::Interrupted as i32);
         }

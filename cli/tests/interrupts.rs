@@ -76,6 +76,22 @@ fn an_interrupted_run_keeps_the_steps_done() {
     place.run(&["compare", "plan.json", "run.json"]).expect(0);
 }
 
+/// Slurm says by SIGUSR1 that the time is nearly over, and by SIGTERM that it is: the second is no second
+/// interrupt, and the run still writes what there is.
+#[test]
+fn a_signal_after_a_warning_is_a_first_interrupt() {
+    let place = Place::with_plan();
+    let child = start(&place, &["--checkpoint", "state"]);
+    let both = format!("kill -USR1 {0}; kill -TERM {0}", child.id());
+    let sent = Command::new("sh").args(["-c", &both]).status();
+    assert!(sent.unwrap().success());
+    let output = child.wait_with_output().unwrap();
+    let said = said(&output);
+    assert_eq!(output.status.code(), Some(130), "{said}");
+    assert!(said.contains("--resume state --steps"), "{said}");
+    assert!(place.exists("run.json"), "{said}");
+}
+
 /// The validation before the first step goes on for ever.
 #[test]
 fn a_second_interrupt_ends_a_run_at_once() {

@@ -11,6 +11,7 @@ mod last_resort;
 mod launcher;
 mod leaps;
 mod left;
+mod lock;
 mod rendezvous;
 mod told;
 mod watch;
@@ -64,7 +65,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         };
     }
     keeper::keep(args, &setting)?;
-    let mut held = journal::held(args, &setting, false)?;
+    let mut held = lock::held(args, &setting, false)?;
     told::forget(args, &setting);
     let loaded = plan_file::load(&args.plan)?;
     check_task(args, loaded.plan.train.task)?;
@@ -107,7 +108,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     }
     let first = resume.as_ref().map_or(0, |c| c.step());
     if held.is_none() {
-        held = journal::held(args, &setting, true)?;
+        held = lock::held(args, &setting, true)?;
         // Another one may have begun the run meanwhile.
         if let Standing::Done = journal::go_on(args, &setting, &loaded)? {
             return Ok(());

@@ -2,7 +2,7 @@
 //! them for these: each rank writes its share to a folder beside the checkpoints, with a note of the step
 //! and of all who write. Whoever goes on makes a checkpoint of it, if all have written and of one step.
 
-use super::{Origin, Rescued, Shard, commit, problem, remove, shares_of, verify};
+use super::{Origin, Rescued, Shard, commit_verified, problem, shares_of};
 use crate::error::RuntimeError;
 use crate::files::Unfinished;
 use ir::Rank;
@@ -105,7 +105,7 @@ fn made_of(folder: &Path, place: &Path, kept: usize) -> Result<Rescued, String> 
     let Some(first) = notes.values().next() else {
         return Err("no rank had written its part when it ended".into());
     };
-    let (step, writers) = (first.origin.step, first.writers.clone());
+    let writers = first.writers.clone();
     if let Some(missing) = writers.iter().find(|r| !notes.contains_key(r)) {
         return Err(format!("{missing} had not written its part when it ended"));
     }
@@ -124,15 +124,5 @@ fn made_of(folder: &Path, place: &Path, kept: usize) -> Result<Rescued, String> 
         std::fs::rename(place.join(name), unfinished.path().join(name)).map_err(error)?;
         shards.push(note.shard);
     }
-    let path = commit(folder, usize::MAX, &unfinished, origin, shards).map_err(words)?;
-    match verify(&path) {
-        Ok(_) => {
-            super::prune(folder, kept);
-            Ok(Rescued { step, path })
-        }
-        Err(problems) => {
-            remove(folder, &path);
-            Err(problems.first().map_or(String::new(), ToString::to_string))
-        }
-    }
+    commit_verified((folder, kept), &unfinished, origin, shards)
 }

@@ -146,16 +146,28 @@ pub(crate) fn rescue(
     session: &mut Session,
     (plan, model): (&str, &str),
 ) -> Result<Rescued, String> {
-    let words = |e: RuntimeError| e.to_string();
     let error = |e: std::io::Error| problem(folder, format!("cannot write a checkpoint: {e}"));
     let left = session.left()?;
+    let unfinished = Unfinished::folder(folder).map_err(|e| error(e).to_string())?;
     let step = left.step;
-    let unfinished = Unfinished::folder(folder).map_err(error).map_err(words)?;
     let shards = session.write_left(left, unfinished.path())?;
     session.set_step_number(step);
     let origin = Origin::of(session, plan, model);
-    // No older one goes before this one is known to be whole.
-    let path = commit(folder, usize::MAX, &unfinished, origin, shards).map_err(words)?;
+    commit_verified((folder, kept), &unfinished, origin, shards)
+}
+
+/// Makes a checkpoint of files as [`commit`] does, and reads it again to see that it is whole: no older
+/// one goes before that is known.
+///
+/// Fails with the reason in words: then everything is as before.
+fn commit_verified(
+    (folder, kept): (&Path, usize),
+    unfinished: &Unfinished,
+    origin: Origin,
+    shards: Vec<Shard>,
+) -> Result<Rescued, String> {
+    let step = origin.step;
+    let path = commit(folder, usize::MAX, unfinished, origin, shards).map_err(|e| e.to_string())?;
     match verify(&path) {
         Ok(_) => {
             prune(folder, kept);
