@@ -749,6 +749,9 @@ pub struct RunArgs {
     /// How often that was.
     #[arg(skip)]
     pub losses: u32,
+    /// The name of the run that goes on so.
+    #[arg(skip)]
+    pub run: Option<String>,
     /// The process that keeps this one, by its number in the system.
     #[arg(long, hide = true, value_name = "PID")]
     pub kept: Option<u32>,

@@ -100,6 +100,9 @@ fn words(of: &Summary, verbose: bool) -> Result<(), Failure> {
         o.seed
     ))?;
     report::out(&format!("  plan {}", o.plan_hash))?;
+    if let Some(run) = &o.run {
+        report::out(&format!("  elastic run {run}"))?;
+    }
     if let Some(data) = &o.data {
         report::out(&format!(
             "  data {} ({}), {} tokens of it for training, blake3 {}",
@@ -162,6 +165,7 @@ fn as_json(path: &Path, of: &Result<Summary, RuntimeError>) -> Value {
         "global_batch": of.origin.global_batch,
         "sequence": of.origin.sequence,
         "data": of.origin.data,
+        "run": of.origin.run,
         "bytes": of.files.values().sum::<u64>(),
         "shards": of.files,
         "states": states.collect::<serde_json::Map<String, Value>>(),

@@ -114,7 +114,11 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
             return Ok(());
         }
     }
-    Journal::begin(args, &setting, (&loaded, first))?;
+    let begun = Journal::begin(args, &setting, (&loaded, first))?;
+    let args = &RunArgs {
+        run: begun.or_else(|| args.run.clone()),
+        ..args.clone()
+    };
     let told = told::tell(args, &setting)?;
     let mut company = among::gather(&setting, args, (&loaded, &chosen))?;
     drop(told);
@@ -163,10 +167,31 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         Ok(()) => written.push(what),
         Err(failure) => failed.push(failure),
     };
+    let write_measurement = || {
+        let text = document::to_json(&measurement)?;
+        outputs::write_atomic(&args.output, text.as_bytes())
+    };
     if let Some(folder) = args.checkpoint.as_ref().filter(|_| !is_end) {
         let graph = &loaded.plan.graph;
         let kept = usize::from(args.checkpoints_kept);
         let saved = save_keeping(kept, folder, &mut session, &loaded.hash, graph);
+        let saved = match (saved, company) {
+            // What is left to do has still to be done.
+            (Err(lost @ RuntimeError::Gone { .. }), Some(there)) if goes_on(args, &setting) => {
+                let of = (&*loaded.hash, &**graph);
+                let rescued = runtime::checkpoint::rescue(kept, folder, &mut session, of);
+                so_far.rescued = Some(rescued);
+                drop(session);
+                if let Err(failure) = write_measurement() {
+                    crate::say(format_args!("warning: {failure}"));
+                }
+                return Err(elastic::go_on(args, &loaded, there, (lost, so_far)));
+            }
+            (saved, there) => {
+                company = there;
+                saved
+            }
+        };
         let path = saved.as_deref().unwrap_or(folder);
         let what = format!("{} has the training state", path.display());
         attempt(what, saved.map(|_| ()).map_err(Failure::from));
@@ -177,11 +202,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     }
     if !is_end {
         let what = format!("{} measures the steps", args.output.display());
-        let text = document::to_json(&measurement);
-        attempt(
-            what,
-            text.and_then(|t| outputs::write_atomic(&args.output, t.as_bytes())),
-        );
+        attempt(what, write_measurement());
     }
     if !failed.is_empty() {
         return Err(not_all(failed, &written));
@@ -865,6 +886,7 @@ fn train_all(
             matmuls: matmuls(args),
             meets: chosen.meets,
             last_resort: Some(last_resort(args)),
+            run: args.run.clone(),
             ..SessionOptions::default()
         },
     };

@@ -199,8 +199,13 @@ fn the_same_command_goes_on_with_an_elastic_run() {
         "an elastic run that is not done",
         "this run is not --elastic",
     ]);
+    // A checkpoint that another run has put there meanwhile is not one of this run's.
+    let foreign = ["--steps", "3", "--lr", "0.5", "--checkpoint", "other"];
+    place.run(&[&RUN[..], &foreign].concat()).expect(0);
+    let there = place.path("state/0900-step-3");
+    std::fs::rename(place.path("other/0001-step-3"), there).unwrap();
     let asked = command(&place, &args).spawn().unwrap();
-    wait_for_checkpoint(&place, "state", 4);
+    wait_for_checkpoint(&place, "state", 903);
     // Some who end a run ask all of its processes, which loses no more than asking one.
     let all = processes_of(&place, "e.json");
     all.into_iter().for_each(|id| signal("-TERM", id));
@@ -209,6 +214,7 @@ fn the_same_command_goes_on_with_an_elastic_run() {
     assert!(
         said(&output).contains("going on with the run of state/elastic.json, with 2 ranks, from")
     );
+    assert!(!said(&output).contains("0900-step-3"), "{}", said(&output));
     assert!(
         said(&output).contains("give the same command again"),
         "{}",
@@ -527,6 +533,62 @@ fn no_step_is_lost_where_replicas_have_the_states() {
     };
     let rescued = format!("state/{}", names[0]);
     assert_eq!(one_step(&rescued, "a"), one_step("whole", "b"));
+}
+
+/// All steps are made, and a process is lost while the last training state is written: the one that is
+/// left writes it, and the weights, and the run is done.
+#[test]
+fn a_process_that_is_lost_at_the_end_ends_no_elastic_run() {
+    let place = Place::new();
+    let library = support::faults(&place);
+    two_replicas(&place);
+    let more = ["--steps", "30", "--processes", "--elastic", "-o", "e.json"];
+    let state = ["--checkpoint", "state", "--checkpoint-every", "1000"];
+    let save = ["--save", "w.safetensors", "--config", "config.json"];
+    let out = [&save[..], &["--record", "records"]].concat();
+    let args = [&RUN[..], &more, &state, &out].concat();
+    let child = command(&place, &args)
+        .env("LD_PRELOAD", library)
+        .env("FAULT_IN", "state")
+        .env("FAULT_DELAY", "1000")
+        .spawn()
+        .unwrap();
+    let victim = process_of(&place, 1).to_string();
+    // A file of states, which is not on the disk for another second.
+    let since = Instant::now();
+    let is_writing = || {
+        let all = std::fs::read_dir(place.path("state")).into_iter().flatten();
+        let mut files = all.flatten().flat_map(|f| std::fs::read_dir(f.path()));
+        files.any(|mut of| of.any(|f| f.is_ok_and(|f| f.path().extension().is_some())))
+    };
+    while !is_writing() {
+        assert!(
+            since.elapsed() < Duration::from_secs(60),
+            "nothing is written"
+        );
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    signal("-9", victim.parse().unwrap());
+    let output = child.wait_with_output().unwrap();
+    let words = said(&output);
+    assert_eq!(output.status.code(), Some(0), "{words}");
+    let flat = support::flat(&words);
+    assert!(flat.contains("no step is lost"), "{words}");
+    assert!(
+        flat.contains("all steps of the run were made before"),
+        "{words}"
+    );
+    assert!(newest(&place, "state").0.ends_with("-step-30"), "{words}");
+    assert!(place.exists("w.safetensors"), "{words}");
+    assert_eq!(
+        run_json(&place, "e.json")["steps"]
+            .as_array()
+            .unwrap()
+            .len(),
+        30
+    );
+    place.run(&args).expect(0).says(&["nothing is left to do"]);
+    wait_for_none(&place, "e.json");
 }
 
 /// The disk takes what replicas write and keeps other bits, as it does with the checkpoint before:

@@ -76,21 +76,21 @@ pub fn is_left(folder: &Path) -> bool {
     folder.join(NAME).is_dir()
 }
 
-/// Makes a checkpoint of what ranks left in a folder of checkpoints, of which the newest `kept` stay.
-/// What was left is gone then. Nothing where nothing was left.
+/// Makes a checkpoint of what ranks of `run` left in a folder of checkpoints, of which the newest `kept`
+/// stay. What was left is gone then. Nothing where nothing was left.
 ///
 /// Fails with the reason in words where it is not the whole state of a step.
-pub fn salvage(folder: &Path, kept: usize) -> Option<Result<Rescued, String>> {
+pub fn salvage(folder: &Path, kept: usize, run: &str) -> Option<Result<Rescued, String>> {
     let place = folder.join(NAME);
     if !place.is_dir() {
         return None;
     }
-    let made = made_of(folder, &place, kept);
+    let made = made_of(folder, &place, kept, run);
     let _ = std::fs::remove_dir_all(&place);
     Some(made)
 }
 
-fn made_of(folder: &Path, place: &Path, kept: usize) -> Result<Rescued, String> {
+fn made_of(folder: &Path, place: &Path, kept: usize, run: &str) -> Result<Rescued, String> {
     let read = |e: std::io::Error| format!("{}: {e}", place.display());
     let mut notes: BTreeMap<Rank, Note> = BTreeMap::new();
     for entry in std::fs::read_dir(place).map_err(read)? {
@@ -124,5 +124,7 @@ fn made_of(folder: &Path, place: &Path, kept: usize) -> Result<Rescued, String> 
         std::fs::rename(place.join(name), unfinished.path().join(name)).map_err(error)?;
         shards.push(note.shard);
     }
+    let run = Some(run.into());
+    let origin = Origin { run, ..origin };
     commit_verified((folder, kept), &unfinished, origin, shards)
 }

@@ -43,12 +43,20 @@ pub struct Origin {
     /// The data that the samples were read from; none where nobody named a file, and of earlier builds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data: Option<Seen>,
+    /// The run that wrote it, where that is one which may go on in parts: all of these have one name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub run: Option<String>,
 }
 
 impl Origin {
     pub(super) fn of(session: &Session, plan: &str, model: &str) -> Self {
         let data = session.data().and_then(|d| d.dataset().seen());
-        Self::of_member(session.step_number(), session.spec(), data, (plan, model))
+        let run = session.run().map(Into::into);
+        let of = (plan, model);
+        Origin {
+            run,
+            ..Self::of_member(session.step_number(), session.spec(), data, of)
+        }
     }
 
     /// The same without a session: of a process that does not coordinate.
@@ -67,6 +75,7 @@ impl Origin {
             global_batch: spec.global_batch,
             sequence: spec.sequence,
             data: data.cloned(),
+            run: None,
         }
     }
 }

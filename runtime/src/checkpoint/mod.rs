@@ -140,7 +140,7 @@ pub struct Rescued {
 /// all states, of one step. It is read again to see that it is whole.
 ///
 /// Fails with the reason in words: then everything is as before.
-pub(crate) fn rescue(
+pub fn rescue(
     kept: usize,
     folder: &Path,
     session: &mut Session,

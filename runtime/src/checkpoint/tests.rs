@@ -39,6 +39,7 @@ fn origin(step: u64) -> Origin {
         global_batch: 4,
         sequence: 8,
         data: None,
+        run: None,
     }
 }
 

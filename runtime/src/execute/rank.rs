@@ -229,6 +229,20 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
     pub fn part(&self, state: BufferId) -> &Local {
         &self.locals[state.index()]
     }
+    /// [`RankState::play`], while the fabric looks whether the host comes back.
+    pub fn play_watched(&mut self, play: &Play) -> Result<Played, RuntimeError> {
+        self.fabric.host_works();
+        let played = self.play(play);
+        self.fabric.host_rests();
+        played
+    }
+    /// [`RankState::read`] between steps, while the fabric looks whether the host comes back.
+    pub fn read_watched(&self, state: BufferId) -> Result<View<'_>, RuntimeError> {
+        self.fabric.host_works();
+        let bytes = self.read(state);
+        self.fabric.host_rests();
+        bytes
+    }
     /// The bytes of its part.
     pub fn read(&self, state: BufferId) -> Result<View<'_>, RuntimeError> {
         self.device.read(FIRST, self.at(state))

@@ -64,6 +64,8 @@ pub struct SessionOptions {
     pub last_resort: Option<LastResort>,
     /// Where the ranks of a process that does not coordinate leave their states when process 0 is lost.
     pub leaves: Option<Leaving>,
+    /// The name of the run of which this is a part, for its checkpoints.
+    pub run: Option<String>,
 }
 
 impl Default for SessionOptions {
@@ -81,6 +83,7 @@ impl Default for SessionOptions {
             meets: Meets::Host,
             last_resort: None,
             leaves: None,
+            run: None,
         }
     }
 }
@@ -332,6 +335,8 @@ pub struct Session {
     ended: Option<String>,
     /// Ranks of processes that are gone, or do not answer.
     lost: BTreeSet<Rank>,
+    /// The name of the run of which it is a part.
+    run: Option<String>,
 }
 
 impl Session {
@@ -438,6 +443,7 @@ impl Session {
         let watchdog = options.watchdog;
         let processes = options.processes.clone();
         let data = options.data.clone();
+        let run = options.run.clone();
         let cast = Cast::new(program, spec, options)?;
         let (shares, workers) = match processes {
             None => {
@@ -471,6 +477,7 @@ impl Session {
             watchdog,
             ended: None,
             lost: BTreeSet::new(),
+            run,
         })
     }
 
@@ -493,6 +500,10 @@ impl Session {
     /// The run's own batches, if it has some.
     pub fn data(&self) -> Option<&Batches> {
         self.data.as_deref()
+    }
+    /// The name of the run of which it is a part, if that has one.
+    pub fn run(&self) -> Option<&str> {
+        self.run.as_deref()
     }
     /// Ends the run with an error.
     pub(crate) fn fail(&mut self, error: &str) {

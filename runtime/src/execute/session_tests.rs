@@ -32,6 +32,7 @@ const OPTIONS: SessionOptions = SessionOptions {
     meets: Meets::Host,
     last_resort: None,
     leaves: None,
+    run: None,
 };
 
 struct Case {
@@ -611,6 +612,7 @@ fn spoiled(spoil: impl Fn(&mut Program), watchdog: Duration) -> RuntimeError {
         meets: Meets::Host,
         last_resort: None,
         leaves: None,
+        run: None,
     };
     let mut session = Session::new(&program, &case.spec, options, |r: StateRequest<'_>| {
         Ok(case.initial(r.path, r.role, r.lens))

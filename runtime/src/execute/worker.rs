@@ -259,7 +259,7 @@ impl Snapshot {
         let rank = of.rank();
         let part = |s: &StateBuffer| (s.path.clone(), of.part(s.buffer).clone());
         let parts: Vec<_> = states.iter().map(part).collect();
-        let copy = |s: &StateBuffer| of.read(s.buffer).map(|part| Bytes::copy_of(&part));
+        let copy = |s: &StateBuffer| of.read_watched(s.buffer).map(|part| Bytes::copy_of(&part));
         let copies = states.iter().map(copy).collect::<Result<Vec<_>, _>>()?;
         self.0 = Some(std::thread::spawn(move || {
             // Each copy goes when it is written.
@@ -294,7 +294,7 @@ fn obey<D: Device, F: Fabric<D>>(
 ) -> Answer {
     match request {
         Request::Play(play) => {
-            let mut played = state.play(&play)?;
+            let mut played = state.play_watched(&play)?;
             played.is_writing = snapshot.is_writing();
             Ok(Reply::Played(Box::new(played)))
         }
@@ -306,7 +306,7 @@ fn obey<D: Device, F: Fabric<D>>(
             let none = || Err(RuntimeError::Ended("nothing was being written".into()));
             Ok(Reply::Shard(snapshot.end().unwrap_or_else(none)))
         }
-        Request::Read(buffer) => Ok(Reply::Part(Bytes::copy_of(&state.read(buffer)?))),
+        Request::Read(buffer) => Ok(Reply::Part(Bytes::copy_of(&state.read_watched(buffer)?))),
         Request::Write(buffer, part) => {
             state.write(buffer, |local, bytes| match bytes.len() == part.len() {
                 true => {
@@ -323,14 +323,14 @@ fn obey<D: Device, F: Fabric<D>>(
         Request::Save(folder, states) => {
             let part = |s: &StateBuffer| (s.path.clone(), state.part(s.buffer).clone());
             let parts: Vec<_> = states.iter().map(part).collect();
-            let read = |i: usize| state.read(states[i].buffer);
+            let read = |i: usize| state.read_watched(states[i].buffer);
             let shard = write_shard(&folder, state.rank(), &parts, &read);
             Ok(Reply::Shard(shard))
         }
         Request::Hash => {
             let states = state.states().into_iter();
             let hash = |bytes: View<'_>| blake3::hash(&bytes).to_string();
-            let hashes = states.map(|s| state.read(s.buffer).map(hash));
+            let hashes = states.map(|s| state.read_watched(s.buffer).map(hash));
             Ok(Reply::Hashes(hashes.collect::<Result<_, _>>()?))
         }
         // A device that works later may have begun what the rank thinks done.

@@ -235,6 +235,11 @@ pub trait Fabric<D: Device>: Send {
     fn settle(&mut self, _: &mut D) -> Result<(), RuntimeError> {
         Ok(())
     }
+    /// The rank's host begins to work with its device, which may not come back. A fabric on which it
+    /// would be missed looks at it from then on.
+    fn host_works(&self) {}
+    /// The host is back, and works with its device no more.
+    fn host_rests(&self) {}
     /// Rests until a call that has begun may be over, at most for `patience`.
     fn rest(&self, patience: Duration);
     /// The error of a call that is not over in time; it says for whom the rank waits.

@@ -594,6 +594,7 @@ pub fn dcp_chunks(data: &[u8]) -> Depth {
             global_batch: 1,
             sequence: 1,
             data: None,
+            run: None,
         };
         let wanted = corpus::dcp_states();
         usize::from(source.import(&wanted, origin, folder).is_ok())

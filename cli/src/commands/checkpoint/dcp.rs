@@ -130,6 +130,7 @@ pub fn weights(args: &ConvertArgs) -> Result<(), Failure> {
         global_batch: 0,
         sequence: 0,
         data: None,
+        run: None,
     };
     let folder = between(&weights)?;
     let imported = source
@@ -245,6 +246,7 @@ pub fn import(args: &ConvertArgs) -> Result<(), Failure> {
         sequence: spec.sequence,
         // Nobody knows what PyTorch trained on.
         data: None,
+        run: None,
     };
     let is_new = !args.output.exists();
     let imported = source.import(&wanted, origin, &args.output);

@@ -42,6 +42,8 @@ pub struct Continued {
     pub processes: usize,
     /// How often ranks were lost.
     pub losses: u32,
+    /// The name of the run.
+    pub run: Option<String>,
 }
 
 /// The arguments of a run that goes on after a loss; of any other those of the command line.
@@ -58,6 +60,7 @@ pub fn continued(args: &RunArgs) -> Result<RunArgs, Failure> {
     args.resume = c.resume.or(args.resume);
     args.processes = args.processes.map(|_| c.processes);
     args.losses = c.losses;
+    args.run = c.run;
     Ok(args)
 }
 
@@ -236,6 +239,7 @@ fn prepared(
         resume,
         processes: (of - gone.min(of - 1)).min(n_new),
         losses,
+        run: args.run.clone(),
     };
     journal::change(args, |journal| {
         journal.processes = continued.processes;

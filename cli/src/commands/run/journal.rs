@@ -40,9 +40,8 @@ pub struct Journal {
     end: u64,
     /// Where the learning rate's decay ends.
     total_steps: Option<u64>,
-    /// The number of the newest checkpoint that was in the folder before: those up to it are another
-    /// run's.
-    before: Option<u64>,
+    /// Its name, which is in its checkpoints: others in the folder are another run's.
+    pub run: String,
     /// How often processes were lost.
     pub losses: u32,
 }
@@ -123,26 +122,26 @@ impl Journal {
         outputs::write_atomic(&folder.join(NAME), document::to_json(self)?.as_bytes())
     }
 
-    /// Begins the journal of an elastic run whose first step has `first` before it.
+    /// Begins the journal of an elastic run whose first step has `first` before it, and gives its name.
     ///
     /// Fails for any other run where the folder has an elastic one that is not done.
     pub fn begin(
         args: &RunArgs,
         setting: &Setting,
         (loaded, first): (&Loaded, u64),
-    ) -> Result<(), Failure> {
+    ) -> Result<Option<String>, Failure> {
         let Some(folder) = args
             .checkpoint
             .as_deref()
             .filter(|_| args.continued.is_none())
         else {
-            return Ok(());
+            return Ok(None);
         };
         // An elastic run has looked whether it is the one that is not done.
         if !args.elastic {
             return match Journal::read(folder)?.filter(|j| !j.is_done) {
                 Some(other) => Err(other.refusal(folder, "this run is not --elastic")),
-                None => Ok(()),
+                None => Ok(None),
             };
         }
         let ranks = left::ranks_of(loaded);
@@ -153,9 +152,6 @@ impl Journal {
             processes: setting.counts(ranks).0,
         };
         let end = first + args.steps;
-        let newest = runtime::checkpoint::numbered(folder)
-            .into_iter()
-            .next_back();
         let journal = Journal {
             is_done: false,
             job: job(args, loaded),
@@ -165,10 +161,11 @@ impl Journal {
             first,
             end,
             total_steps: args.total_steps.or(args.resume.is_none().then_some(end)),
-            before: newest.map(|(number, _)| number),
+            run: drawn()?,
             losses: 0,
         };
-        journal.write(folder)
+        journal.write(folder)?;
+        Ok(Some(journal.run))
     }
 
     /// The first thing that another run asks for and this one did not, in words; nothing where it is
@@ -199,7 +196,12 @@ impl Journal {
     fn newest(&self, folder: &Path) -> (Option<(PathBuf, u64)>, Vec<String>) {
         let mut damaged = Vec::new();
         let all = runtime::checkpoint::numbered(folder).into_iter().rev();
-        for (_, path) in all.filter(|(n, _)| self.before.is_none_or(|b| *n > b)) {
+        let is_its_own = |path: &PathBuf| match runtime::checkpoint::summary(path) {
+            Ok(found) => found.origin.run.as_deref() == Some(&self.run),
+            // Nobody knows whose it is.
+            Err(_) => true,
+        };
+        for path in all.map(|(_, path)| path).filter(is_its_own) {
             match runtime::checkpoint::verify(&path) {
                 Ok(found) => return (Some((path, found.step().min(self.end))), damaged),
                 Err(all) => damaged.extend(all.first().map(ToString::to_string)),
@@ -207,6 +209,16 @@ impl Journal {
         }
         (None, damaged)
     }
+}
+
+/// A name that no other run has.
+fn drawn() -> Result<String, Failure> {
+    let mut bytes = [0; 16];
+    getrandom::fill(&mut bytes).map_err(|e| {
+        let what = format!("the run cannot be given a name: {e}");
+        Failure::new(Exit::RunFailed, what).help("see that /dev/urandom can be read")
+    })?;
+    Ok(bytes.iter().map(|b| format!("{b:02x}")).collect())
 }
 
 /// The standing of the run that is asked for, by the journal in its folder of checkpoints.
@@ -273,7 +285,8 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
     journal.processes = processes;
     journal.write(folder)?;
     // Ranks may have left what they had in memory, of a later step than the newest checkpoint is.
-    let salvaged = runtime::checkpoint::salvage(folder, usize::from(args.checkpoints_kept));
+    let kept = usize::from(args.checkpoints_kept);
+    let salvaged = runtime::checkpoint::salvage(folder, kept, &journal.run);
     let (newest, damaged) = journal.newest(folder);
     let step = newest.as_ref().map_or(journal.first, |(_, step)| *step);
     let began = Instant::now();
@@ -323,6 +336,7 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
         resume: newest.as_ref().map(|(path, _)| path.clone()),
         processes: journal.planned.processes,
         losses: journal.losses,
+        run: Some(journal.run.clone()),
     };
     let damaged: String = (damaged.iter())
         .map(|d| format!(" Passed over {d}."))

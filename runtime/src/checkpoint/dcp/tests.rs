@@ -13,6 +13,7 @@ fn origin(step: u64) -> Origin {
         global_batch: 4,
         sequence: 8,
         data: None,
+        run: None,
     }
 }
 

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 /// How often it is looked whether the run has failed.
 const LOOK: Duration = Duration::from_millis(20);
-/// A host waits in its step for as long as ranks wait for each other at most, and then says so. One
+/// A host waits at its work for as long as ranks wait for each other at most, and then says so. One
 /// that has not been seen for twice as long, and as long again or this longer, cannot.
 const GRACE: Duration = Duration::from_secs(10);
 /// The same where ranks wait for each other no time to speak of.
@@ -67,7 +67,7 @@ struct Member {
     pulse: Arc<Pulse>,
 }
 
-/// When a rank's host was last seen in its step; not where it is in none.
+/// When a rank's host was last seen at work with its device; not where it does not work.
 #[derive(Default)]
 pub(super) struct Pulse(Mutex<Option<Instant>>);
 
@@ -75,7 +75,7 @@ impl Pulse {
     pub fn beats(&self) {
         *self.lock() = Some(Instant::now());
     }
-    /// The step is over.
+    /// The host works with its device no more.
     pub fn rests(&self) {
         *self.lock() = None;
     }
@@ -195,7 +195,8 @@ fn watch(club: &Weak<Club>) {
             .find(|(_, _, pulse)| pulse.is_missed(patience));
         if let Some((rank, ..)) = lost.filter(|_| !club.world.has_failed()) {
             let seconds = patience.as_secs();
-            let reason = format!("its host has not been seen in its step for {seconds} s");
+            let reason =
+                format!("its host has not come back from the GPU's driver for {seconds} s");
             club.world.abort(*rank, &reason);
         }
         if club.world.has_failed() {

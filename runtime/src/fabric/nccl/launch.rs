@@ -38,6 +38,7 @@ impl Nccl {
     ) -> Result<(), RuntimeError> {
         let began = Instant::now();
         while !is_there(self)? {
+            self.pulse.beats();
             self.table.sound()?;
             if began.elapsed() > self.table.world.timeout {
                 let missing = self.root_forms.as_ref().map(|m| self.table.missing(m));

@@ -284,9 +284,15 @@ impl Fabric<Cuda> for Nccl {
     }
 
     fn settle(&mut self, _: &mut Cuda) -> Result<(), RuntimeError> {
-        let settled = self.settles().map_err(|e| self.explained(e));
+        self.settles().map_err(|e| self.explained(e))
+    }
+
+    fn host_works(&self) {
+        self.pulse.beats();
+    }
+
+    fn host_rests(&self) {
         self.pulse.rests();
-        settled
     }
 
     fn rest(&self, patience: Duration) {

@@ -49,7 +49,7 @@ impl Nccl {
             }
         }
         self.comms.abort();
-        // The host is back, and its step over.
+        // The host is back, and does no more.
         self.pulse.rests();
         error
     }
