@@ -67,7 +67,7 @@ pub enum Verb {
     Run(Box<RunArgs>),
     /// Say why a run hangs or died: which rank the others wait for, in which collective, and what it
     /// was doing.
-    #[command(after_help = format!("Examples:\n  meshwright run plan.json --data text.txt --processes --record records\n  meshwright doctor plan.json records\n\n{EXIT_CODES}"))]
+    #[command(after_help = format!("Examples:\n  meshwright run plan.json --data text.txt --processes\n  meshwright doctor plan.json run.records\n\n{EXIT_CODES}"))]
     Doctor(DoctorArgs),
     /// Look at training states that `run --checkpoint` wrote: what they are, whether they are whole,
     /// and their weights in Hugging Face's form.
@@ -730,9 +730,14 @@ pub struct RunArgs {
     /// memory or a processor turned ends the run, and names the rank.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub check_replicas: Option<u64>,
-    /// Have every rank write what it is doing to a file in this folder, for `meshwright doctor`.
+    /// Have every rank write what it is doing to a file in this folder, for `meshwright doctor`. Runs of
+    /// several processes do so unasked, in a folder beside the output, which goes when the run ends in
+    /// order [default: run.records for run.json; none where all ranks are threads of one process].
     #[arg(long, value_name = "DIR")]
     pub record: Option<PathBuf>,
+    /// Whether nobody asked for that folder.
+    #[arg(skip)]
+    pub records_by_default: bool,
     /// Have ranks in processes that this one starts on its host: one each, or so many in all.
     /// Without it ranks are threads, unless torchrun, srun or mpirun started several processes.
     #[arg(long, value_name = "N", num_args = 0..=1, require_equals = true, default_missing_value = "each", value_parser = processes)]
@@ -943,7 +948,7 @@ pub enum Document {
 pub struct DoctorArgs {
     /// The plan that was run.
     pub plan: PathBuf,
-    /// The folder that `run --record` wrote to.
+    /// The folder of the run's records: that of `run --record`, or the one beside its output, as run.records.
     pub folder: PathBuf,
     /// Print JSON instead of words.
     #[arg(long)]

@@ -263,10 +263,12 @@ impl From<runtime::RuntimeError> for Failure {
         let help = match &e {
             Data(_) => None,
             e if e.is_watchdog() => Some(
-                "on a busy machine give ranks longer with --time-out SECONDS; where one hangs, a run with --record DIR and then `meshwright doctor PLAN DIR` say which, and where",
+                "on a busy machine give ranks longer with --time-out SECONDS; where one hangs, a run with --processes or --record DIR and then `meshwright doctor PLAN DIR` say which, and where",
             ),
             Checkpoint { .. } | NoneWhole { .. } => Some(CHECKPOINTS_ARE),
-            Record { .. } => Some("records are in the folder that `meshwright run --record` named"),
+            Record { .. } => Some(
+                "records are in the folder that `meshwright run --record` named; those of a run of several processes that failed are beside its output, as run.records for run.json",
+            ),
             OtherCheckpoint { .. } | OtherModel { .. } => Some(OTHER_CHECKPOINT),
             NotFinite { .. } => Some(DIVERGED),
             State { .. } => Some(
@@ -284,7 +286,7 @@ impl From<runtime::RuntimeError> for Failure {
                 "a bit was turned since the last comparison, by a memory or a processor of that rank: go on, without it, from a checkpoint of before with --resume",
             ),
             Gone { .. } => Some(
-                "its own message, where it wrote one, is above; with --record DIR, `meshwright doctor PLAN DIR` says where each rank was; with --checkpoint DIR, --resume DIR goes on from the newest checkpoint, for --steps further steps",
+                "its own message, where it wrote one, is above; `meshwright doctor PLAN run.records` says where each rank was; with --checkpoint DIR, --resume DIR goes on from the newest checkpoint, for --steps further steps",
             ),
             NoDevice { way_out, .. } => return Failure::new(exit, &e).help(way_out.clone()),
             Device { .. } | Aborted { .. } | Ended(_) | EndedByFirst(_) => None,

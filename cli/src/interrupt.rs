@@ -1,9 +1,14 @@
 //! Ctrl-C: the first one asks to end with what there is, the second ends at once, and takes what
-//! is not finished with it.
+//! is not finished with it. One that comes right behind another is the same one: who ends a run may ask
+//! all of its processes, and these each other.
 
 use crate::failure::{Exit, Failure};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+/// How far apart two interrupts are at least.
+const SAME: Duration = Duration::from_millis(500);
 
 /// Has SIGUSR1, by which Slurm and others say that the time is nearly over, set the flag too.
 pub fn sets_at_usr1(flag: &Arc<AtomicBool>) -> Result<(), Failure> {
@@ -21,10 +26,11 @@ pub fn outlive_limits_of_files() -> Result<(), Failure> {
 /// Has the first interrupt (or request to terminate) do nothing: it is another process' to heed. The
 /// second one ends this one.
 pub fn leave_to_others() -> Result<(), Failure> {
-    let ignored = Arc::new(AtomicBool::new(false));
+    let first = OnceLock::new();
     sets_at_usr1(&Arc::default())?;
     let handler = move || {
-        if ignored.swap(true, Ordering::Relaxed) {
+        let now = Instant::now();
+        if now - *first.get_or_init(|| now) >= SAME {
             std::process::exit(Exit::Interrupted as i32);
         }
     };
@@ -41,10 +47,15 @@ pub fn flag(doing: &'static str) -> Result<Arc<AtomicBool>, Failure> {
     let flag = Arc::new(AtomicBool::new(false));
     let set = Arc::clone(&flag);
     // Others set the flag, too, and are no first interrupt ([`sets_at_usr1`]).
-    let was_interrupted = AtomicBool::new(false);
+    let first = OnceLock::new();
     let handler = move || {
         set.store(true, Ordering::Relaxed);
-        if was_interrupted.swap(true, Ordering::Relaxed) {
+        let now = Instant::now();
+        let since = now - *first.get_or_init(|| now);
+        if !since.is_zero() {
+            if since < SAME {
+                return;
+            }
             runtime::files::remove_unfinished();
             std::process::exit(Exit::Interrupted as i32);
         }

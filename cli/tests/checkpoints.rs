@@ -9,7 +9,7 @@ mod support;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use support::{Done, Place};
+use support::{Done, Place, flat};
 
 /// `run` of the plan at hand, with `more` words.
 fn run(place: &Place, more: &[&str]) -> Done {
@@ -136,6 +136,39 @@ fn damaged_checkpoints_are_refused() {
         std::fs::write(&file, &good).unwrap();
     }
     run(&place, &on).expect(0);
+}
+
+/// A writer, a disk or a copy may stop anywhere: a shard and the manifest are cut off at some forty
+/// places each, spread over all of it, and at those of the lengths that a shard begins with.
+#[test]
+fn a_file_that_is_cut_off_anywhere_is_damaged() {
+    let place = Place::with_plan();
+    run(&place, &["--steps", "1", "--checkpoint", "state"]).expect(0);
+    let verify = ["checkpoint", "verify", "state"];
+    let all = files(&place.path("state")).into_iter();
+    let is_wanted = |f: &PathBuf| {
+        let name = f.file_name().unwrap().to_string_lossy().into_owned();
+        name == "manifest.json" || name.contains("rank-0.")
+    };
+    let wanted: Vec<PathBuf> = all.filter(is_wanted).collect();
+    assert_eq!(wanted.len(), 2, "{wanted:?}");
+    for file in wanted {
+        let name = file.file_name().unwrap().to_string_lossy().into_owned();
+        let good = std::fs::read(&file).unwrap();
+        // The last byte of the manifest ends a line.
+        let last = good.len() - 2;
+        let cuts = (0..=last).step_by((last / 40).max(1));
+        for cut in cuts.chain(1..10).chain([last]) {
+            std::fs::write(&file, &good[..cut]).unwrap();
+            let done = place.run(&verify);
+            let words = format!("{} {}", flat(&done.out), flat(&done.err));
+            assert_eq!(done.code, 5, "{name} cut off at {cut}: {words}");
+            support::assert_no_panic(&done);
+            assert!(words.contains(&name), "cut off at {cut}: {words}");
+        }
+        std::fs::write(&file, &good).unwrap();
+        place.run(&verify).expect(0);
+    }
 }
 
 /// The newest checkpoint that is whole is what a run goes on from.

@@ -198,6 +198,59 @@ fn slow_disks_hold_up_the_next_checkpoint_and_not_the_steps() {
     }
 }
 
+/// A disk that keeps other bits than it was given makes no checkpoint, and takes none that is whole.
+#[test]
+fn disks_that_lie_take_no_whole_checkpoint() {
+    let place = two_ranks();
+    let library = faults(&place);
+    let state = ["--checkpoint", "state", "--checkpoint-every", "10"];
+    run(&place, &[&["--steps", "20"][..], &state].concat()).expect(0);
+    let before = place.names_in("state");
+    assert_eq!(before, ["0001-step-10", "0002-step-20"]);
+    place.write("lies", "");
+    let more = ["--steps", "50", "--resume", "state", "-o", "lies.json"];
+    let output = Command::new(env!("CARGO_BIN_EXE_meshwright"))
+        .args([&RUN[..], &more, &state].concat())
+        .current_dir(place.path("."))
+        .env("LD_PRELOAD", &library)
+        .env("FAULT_IN", "state")
+        .env("FAULT_WHILE", place.path("lies"))
+        .output()
+        .unwrap();
+    let words = support::flat(&said(&output));
+    assert_eq!(output.status.code(), Some(3), "{words}");
+    let spoilt = "the disk does not give back what was written to it";
+    assert!(words.contains(spoilt), "{words}");
+    // The steps are made, and measured.
+    assert!(place.exists("lies.json"), "{words}");
+    assert_eq!(place.names_in("state"), before, "{words}");
+    assert_eq!(newest_step(&place), 20);
+}
+
+/// A damaged checkpoint is none of those that stay, or else it would take the place of a whole one.
+#[test]
+fn damaged_checkpoints_do_not_count_among_those_that_stay() {
+    let place = two_ranks();
+    let state = ["--checkpoint", "state", "--checkpoint-every", "10"];
+    run(&place, &[&["--steps", "20"][..], &state].concat()).expect(0);
+    let spoil = |checkpoint: &str| {
+        let path = format!("state/{checkpoint}/rank-0.safetensors");
+        let mut bytes = place.read(&path);
+        let last = bytes.len() - 1;
+        bytes[last] ^= 1;
+        place.write(&path, bytes);
+    };
+    spoil("0002-step-20");
+    let go_on = ["--steps", "10", "--resume", "state"];
+    run(&place, &[&go_on[..], &state[..2]].concat()).expect(0);
+    let names = ["0001-step-10", "0002-step-20", "0003-step-20"];
+    assert_eq!(place.names_in("state"), names);
+    // Behind two that are whole it goes, with what is older.
+    run(&place, &[&go_on[..], &state[..2]].concat()).expect(0);
+    assert_eq!(place.names_in("state"), ["0003-step-20", "0004-step-30"]);
+    assert_eq!(newest_step(&place), 30);
+}
+
 /// Runs a script in a namespace in which it may mount file systems.
 fn with_mounts(place: &Place, script: &str) -> Output {
     let output = Command::new("unshare")

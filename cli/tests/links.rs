@@ -425,6 +425,7 @@ fn a_link_that_becomes_slow_is_said() {
     ];
     // A window to become warm, and one to compare with.
     wait_for_steps(&place, 45);
+    std::thread::sleep(Duration::from_secs(2));
     does.store(SHARED, Ordering::Relaxed);
     let words = started[0].stderr.take().unwrap();
     let mut lines = std::io::BufRead::lines(std::io::BufReader::new(words));

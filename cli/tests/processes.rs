@@ -96,13 +96,18 @@ fn process_of(place: &Place, rank: u32) -> u32 {
 
 /// The same of one that has played more than so many.
 fn process_after(place: &Place, rank: u32, steps: u32) -> u32 {
+    process_in(place, "records", rank, steps)
+}
+
+/// The same by the records in a folder.
+fn process_in(place: &Place, folder: &str, rank: u32, steps: u32) -> u32 {
     let began = Instant::now();
     loop {
         assert!(
             began.elapsed() < Duration::from_secs(60),
             "no record appears"
         );
-        let bytes = std::fs::read(place.path(&format!("records/rank-{rank}.record")));
+        let bytes = std::fs::read(place.path(&format!("{folder}/rank-{rank}.record")));
         let bytes = bytes.unwrap_or_default();
         let number = |at: usize| Some(u32::from_le_bytes(*bytes.get(at..)?.first_chunk()?));
         if number(64).is_some_and(|plays| plays > steps) {
@@ -900,6 +905,168 @@ fn a_rank_that_hangs_is_found_by_its_record() {
         .says(&["no records of ranks"]);
 }
 
+/// The findings of `doctor` about the last run of `plan.json`, by the folder beside `run.json`: its words,
+/// and whom it names.
+fn examined(place: &Place) -> (String, Value) {
+    let args = ["doctor", "plan.json", "run.records"];
+    let words = support::flat(&place.run(&args).expect(0).out);
+    let json = place.run(&[&args[..], &["--json"]].concat()).expect(0);
+    (words, json.json()["culprits"].clone())
+}
+
+fn send(name: &str, id: u32) {
+    let sent = Command::new("kill").args([name, &id.to_string()]).status();
+    assert!(sent.unwrap().success());
+}
+
+const UNASKED: [&str; 5] = ["--steps", "100000000", "--processes", "-o", "run.json"];
+
+/// Records that nobody asked for, and what the run found itself, name the rank that was killed, whichever
+/// it is and wherever it was, though all processes are gone by then.
+#[test]
+fn a_killed_rank_is_found_by_records_that_nobody_asked_for() {
+    let place = Place::with_plan();
+    let mut n_in_calls = 0;
+    for (round, rank) in [1, 2, 3, 3, 2, 1].into_iter().enumerate() {
+        let args = [&RUN[..], &UNASKED].concat();
+        let child = command(&place, &args).spawn().unwrap();
+        // The folder is that of the round before until the run begins.
+        let since = Instant::now();
+        let victim = loop {
+            let found = match place.exists("run.records") {
+                true => process_in(&place, "run.records", rank, 20 + 3 * round as u32),
+                false => 0,
+            };
+            if processes_of(&place, "run.json").contains(&found) {
+                break found;
+            }
+            assert!(since.elapsed() < Duration::from_secs(60), "no new record");
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        send("-9", victim);
+        let output = child.wait_with_output().unwrap();
+        let words = said(&output);
+        assert_eq!(output.status.code(), Some(6), "{words}");
+        let lost = format!("rank{rank} is lost: process {rank} (pid {victim} on ");
+        assert!(words.contains(&lost), "{words}");
+        let place_of = format!("rank{rank}, in step ");
+        assert!(words.contains(&place_of), "{words}");
+        let is_in_call = words.contains(", instruction ");
+        let is_between = words.contains("was between two steps");
+        assert!(is_in_call || is_between, "{words}");
+        n_in_calls += usize::from(is_in_call);
+        let doctor = "`meshwright doctor plan.json run.records`";
+        assert!(words.contains(doctor), "{words}");
+        wait_for_none(&place, "run.json");
+        let (words, culprits) = examined(&place);
+        let found =
+            format!("The run itself found: rank{rank} is lost (it was killed by signal 9).");
+        assert!(words.starts_with(&found), "{words}");
+        assert!(words.contains(", in step "), "{words}");
+        assert_eq!(culprits, serde_json::json!([rank]), "{words}");
+        // Without that, nobody is accused.
+        std::fs::remove_file(place.path("run.records/verdict.json")).unwrap();
+        let (words, culprits) = examined(&place);
+        assert!(!words.contains("kept the others waiting"), "{words}");
+        assert_eq!(culprits, serde_json::json!([]), "{words}");
+    }
+    assert!(n_in_calls > 0, "no rank was ever in an instruction");
+}
+
+/// Where process 0 is killed, those that are left write down that they lost it.
+#[test]
+fn the_loss_of_process_0_is_in_the_records() {
+    let place = Place::with_plan();
+    let mut child = command(&place, &[&RUN[..], &UNASKED].concat())
+        .spawn()
+        .unwrap();
+    process_in(&place, "run.records", 3, 20);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    wait_for_none(&place, "run.json");
+    let (words, culprits) = examined(&place);
+    let found = "The run itself found: rank0 is lost (";
+    assert!(words.starts_with(found), "{words}");
+    assert_eq!(culprits, serde_json::json!([0]), "{words}");
+}
+
+/// A rank that hangs is named by the run and, after its end, by `doctor`, and both say where it was.
+#[test]
+fn a_rank_that_hangs_is_found_after_the_end() {
+    let place = Place::with_plan();
+    let args = [&RUN[..], &UNASKED, &["--time-out", "2"]].concat();
+    let child = command(&place, &args).spawn().unwrap();
+    let victim = process_in(&place, "run.records", 2, 20);
+    send("-STOP", victim);
+    let since = Instant::now();
+    let output = child.wait_with_output().unwrap();
+    let (words, took) = (said(&output), since.elapsed());
+    assert!(took < Duration::from_secs(15), "{took:?}: {words}");
+    assert_eq!(output.status.code(), Some(6), "{words}");
+    let lost = format!("rank2 is lost: process 2 (pid {victim} on ");
+    assert!(words.contains(&lost), "{words}");
+    assert!(
+        words.contains("it does not answer. rank2, in step "),
+        "{words}"
+    );
+    wait_for_none(&place, "run.json");
+    let (words, culprits) = examined(&place);
+    let found = "The run itself found: rank2 is lost (it does not answer).";
+    assert!(words.starts_with(found), "{words}");
+    assert_eq!(culprits, serde_json::json!([2]), "{words}");
+}
+
+/// The folder that nobody asked for goes with a run that ends well, after losses too, and takes nothing
+/// with it that is not of a run. Where there can be none, the run does without.
+#[test]
+fn a_run_that_ends_well_leaves_no_records() {
+    let place = Place::with_plan();
+    fn run<'a>(flags: &[&'a str]) -> Vec<&'a str> {
+        [&RUN[..], &["-o", "run.json"], flags].concat()
+    }
+    let few = ["--steps", "3"];
+    place.run(&run(&few)).expect(0);
+    place
+        .run(&run(&[&few[..], &["--processes"]].concat()))
+        .expect(0);
+    assert!(!place.exists("run.records"));
+    // Nor does one whose processes do not come together.
+    place.run(&run(&["--processes=5"])).expect(2);
+    assert!(!place.exists("run.records"));
+    // Those of an earlier run, and somebody else's file.
+    std::fs::create_dir(place.path("run.records")).unwrap();
+    place.write("run.records/rank-9.record", "nonsense");
+    place.write("run.records/notes.txt", "mine");
+    place
+        .run(&run(&[&few[..], &["--processes=2"]].concat()))
+        .expect(0);
+    assert_eq!(place.names_in("run.records"), ["notes.txt"]);
+    std::fs::remove_dir_all(place.path("run.records")).unwrap();
+    // No folder can be made where a file is.
+    place.write("run.records", "a file");
+    let done = place
+        .run(&run(&[&few[..], &["--processes=2"]].concat()))
+        .expect(0);
+    let words = support::flat(&done.err);
+    assert!(words.contains("warning: no records of ranks"), "{words}");
+    assert_eq!(place.read("run.records"), b"a file");
+    std::fs::remove_file(place.path("run.records")).unwrap();
+    // A loss does not end an elastic run.
+    let state = ["--checkpoint", "state", "--checkpoint-every", "20"];
+    let more = ["--steps", "400", "--processes", "--elastic"];
+    let child = command(&place, &run(&[&more[..], &state].concat())).spawn();
+    let child = child.unwrap();
+    send("-9", process_in(&place, "run.records", 2, 20));
+    let output = child.wait_with_output().unwrap();
+    let words = said(&output);
+    assert_eq!(output.status.code(), Some(0), "{words}");
+    assert!(words.contains("lost: rank2 is lost"), "{words}");
+    assert!(words.contains("rank2, in step "), "{words}");
+    assert!(words.contains("run.records/before-loss-1"), "{words}");
+    assert!(!place.exists("run.records"), "{words}");
+    wait_for_none(&place, "run.json");
+}
+
 /// Lets processes go on for three of seven milliseconds, which is about half of their speed, from when it
 /// is made until it is dropped.
 struct Slowed(Arc<AtomicBool>, Option<JoinHandle<()>>);
@@ -947,8 +1114,8 @@ impl Watched<'_> {
         let rows = std::fs::read_to_string(self.place.path("slow.csv"));
         rows.unwrap_or_default().lines().count().saturating_sub(1)
     }
-    /// Waits until so many more steps are done, or something is said with one of these words: which
-    /// one, and after how many steps.
+    /// Waits until so many more steps are done and four seconds are over, in which there are four windows
+    /// of them, or something is said with one of these words: which one, and after how many steps.
     fn hears(&mut self, steps: usize, words: &[&str]) -> (Option<usize>, usize) {
         let (before, since) = (self.steps(), Instant::now());
         loop {
@@ -959,7 +1126,7 @@ impl Watched<'_> {
                     return (Some(found), n);
                 }
             }
-            if n >= steps {
+            if n >= steps && since.elapsed() > Duration::from_secs(4) {
                 return (None, n);
             }
             let is_slow = since.elapsed() > Duration::from_secs(60);

@@ -1,6 +1,9 @@
 //! The place of every rank, in a file that outlives its process, and what the files of a run that
 //! hangs or died say when they are held against its program.
 //!
+//! Beside them the run writes its own finding, where it failed: the system tells it who died of what,
+//! which no record does, and after its end all processes are gone alike.
+//!
 //! A rank writes where it is in its script before and after each instruction, 40 bytes in place: the
 //! system keeps what was written when the process is killed. There is no history, because there
 //! need be none: the program is static, so where a rank is says all that it did, and which calls
@@ -10,6 +13,7 @@ use crate::error::RuntimeError;
 use crate::execute::position::{self, Position};
 use ir::Rank;
 use ir::program::Program;
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -17,13 +21,17 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// The first bytes of a record; the last one is the version of the form.
-const MAGIC: [u8; 8] = *b"mshrec\0\x01";
+const MAGIC: [u8; 8] = *b"mshrec\0\x02";
 /// Where the place in the script stands.
 const AT: u64 = 64;
 /// Where the plan stands, and its length.
 const PLAN: usize = 104;
 const LEN: usize = 152;
 const ENDING: &str = "record";
+/// The file of what the run itself found.
+const VERDICT: &str = "verdict.json";
+/// The beginnings of the names of folders with the records of a part of a run.
+const ASIDE: &str = "before-";
 /// Characters of a host's name that have a place.
 const LONGEST_HOST: usize = 47;
 
@@ -33,12 +41,15 @@ pub struct Record {
     file: File,
     plays: u64,
     training: bool,
+    step: u64,
     begun: u64,
 }
 
 impl Record {
     /// Begins the record of a rank in a folder, in place of one that is there. `plan` is the plan's
     /// fingerprint.
+    ///
+    /// Fails when it cannot be written, and leaves none then.
     pub fn create(folder: &Path, plan: &str, rank: Rank) -> Result<Self, RuntimeError> {
         let path = file(folder, rank);
         let created = || -> io::Result<File> {
@@ -61,17 +72,23 @@ impl Record {
             file.write_all(&head)?;
             Ok(file)
         };
-        let file = created().map_err(|e| problem(&path, e.to_string()))?;
+        let file = created().map_err(|e| {
+            // A part of one would spoil the reading of all others.
+            let _ = std::fs::remove_file(&path);
+            problem(&path, e.to_string())
+        })?;
         Ok(Record {
             file,
             plays: 0,
             training: false,
+            step: 0,
             begun: 0,
         })
     }
-    /// A script begins.
-    pub(crate) fn play(&mut self, training: bool) {
+    /// The script of a step or of a validation begins.
+    pub(crate) fn play(&mut self, training: bool, step: u64) {
         (self.plays, self.training, self.begun) = (self.plays + 1, training, 0);
+        self.step = step;
         self.write(0);
     }
     /// The next instruction begins.
@@ -92,8 +109,8 @@ impl Record {
     fn write(&self, done: u64) {
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         let now = now.map_or(0, |t| t.as_millis() as u64);
-        let training = u64::from(self.training);
-        let fields = [self.plays, training, self.begun, done, now];
+        let step = (self.step << 1) | u64::from(self.training);
+        let fields = [self.plays, step, self.begun, done, now];
         let mut bytes = [0; 40];
         for (to, field) in bytes.chunks_exact_mut(8).zip(fields) {
             to.copy_from_slice(&field.to_le_bytes());
@@ -149,7 +166,7 @@ pub fn set_aside(folder: &Path, name: &str) -> Result<PathBuf, RuntimeError> {
     clear(&aside)?;
     let entries = std::fs::read_dir(folder).map_err(|e| failed(folder, e))?;
     for path in entries.flatten().map(|e| e.path()) {
-        if let (true, Some(name)) = (is_record(&path), path.file_name()) {
+        if let (true, Some(name)) = (is_of_run(&path), path.file_name()) {
             std::fs::rename(&path, aside.join(name)).map_err(|e| failed(&path, e))?;
         }
     }
@@ -160,16 +177,86 @@ fn is_record(path: &Path) -> bool {
     path.extension().is_some_and(|e| e == ENDING)
 }
 
-/// Removes the records of an earlier run from a folder.
+/// Says whether a file is a record or the finding of a run.
+fn is_of_run(path: &Path) -> bool {
+    is_record(path) || path.file_name().is_some_and(|name| name == VERDICT)
+}
+
+/// Removes the records of an earlier run, and its finding, from a folder.
 pub fn clear(folder: &Path) -> Result<(), RuntimeError> {
     let failed = |path: &Path, e: io::Error| problem(path, e.to_string());
     let entries = std::fs::read_dir(folder).map_err(|e| failed(folder, e))?;
     for path in entries.flatten().map(|e| e.path()) {
-        if is_record(&path) {
-            std::fs::remove_file(&path).map_err(|e| failed(&path, e))?;
+        if is_of_run(&path) {
+            match std::fs::remove_file(&path) {
+                Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(failed(&path, e)),
+                _ => {}
+            }
         }
     }
     Ok(())
+}
+
+/// Removes all that a run wrote into a folder, and the folder where nothing else is in it. What cannot be
+/// removed stays.
+pub fn remove(folder: &Path) {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    for entry in entries {
+        let is_aside = entry.file_name().to_string_lossy().starts_with(ASIDE);
+        // Links are not followed.
+        if is_aside && entry.file_type().is_ok_and(|t| t.is_dir()) {
+            let _ = clear(&entry.path());
+            let _ = std::fs::remove_dir(entry.path());
+        }
+    }
+    let _ = clear(folder);
+    let _ = std::fs::remove_dir(folder);
+}
+
+/// The finding of a run that failed about itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Verdict {
+    /// Its error, in words.
+    pub error: String,
+    /// The ranks that it names, and perhaps others of theirs; none where no rank is to blame.
+    pub found: BTreeMap<Rank, Fate>,
+}
+
+/// The fate of a rank that ended its run.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Fate {
+    /// Its process is gone, or does not answer: how, in words.
+    Lost(String),
+    /// Another one waited for it too long.
+    Missed {
+        /// Who waited.
+        by: Rank,
+        /// How long.
+        seconds: u64,
+    },
+    /// An instruction failed on it, or it panicked.
+    Failed,
+}
+
+impl Verdict {
+    /// Writes it beside the records, whole or not at all.
+    pub fn write(&self, folder: &Path) -> Result<(), RuntimeError> {
+        let path = folder.join(VERDICT);
+        let fresh = folder.join(format!("verdict-{}.new", std::process::id()));
+        let failed = |e: io::Error| problem(&path, e.to_string());
+        let text = serde_json::to_vec_pretty(self).map_err(|e| failed(e.into()))?;
+        let written = std::fs::write(&fresh, text).and_then(|()| std::fs::rename(&fresh, &path));
+        written.map_err(|e| {
+            let _ = std::fs::remove_file(&fresh);
+            failed(e)
+        })
+    }
+    /// Reads that of a folder; none where there is none, or it cannot be read.
+    pub fn read(folder: &Path) -> Option<Self> {
+        let text = std::fs::read(folder.join(VERDICT)).ok()?;
+        serde_json::from_slice(&text).ok()
+    }
 }
 
 /// The contents of a rank's file.
@@ -187,6 +274,8 @@ pub struct Seen {
     pub plays: u64,
     /// Whether the last one is of training.
     pub training: bool,
+    /// The step that it is of, counted from 0.
+    pub step: u64,
     /// Instructions of that which it began.
     pub begun: u64,
     /// And did.
@@ -202,9 +291,7 @@ pub fn read(folder: &Path) -> Result<Vec<Seen>, RuntimeError> {
     let bad = |path: &Path, what: &str| problem(path, what.into());
     let entries = std::fs::read_dir(folder).map_err(|e| problem(folder, e.to_string()))?;
     let paths = entries.flatten().map(|e| e.path());
-    let mut paths: Vec<PathBuf> = paths
-        .filter(|p| p.extension().is_some_and(|e| e == ENDING))
-        .collect();
+    let mut paths: Vec<PathBuf> = paths.filter(|p| is_record(p)).collect();
     paths.sort();
     if paths.is_empty() {
         return Err(bad(folder, "it has no records of ranks"));
@@ -240,7 +327,8 @@ impl Seen {
             host: text(16)?,
             plan: text(PLAN)?,
             plays: large(0),
-            training: large(1) == 1,
+            training: large(1) & 1 == 1,
+            step: large(1) >> 1,
             begun: large(2),
             done: large(3),
             at_ms: large(4),

@@ -4,15 +4,16 @@
 //! the same, and they wait for it. Where a link is slow all ranks wait longer than they used to and
 //! none works longer. So it is where something else keeps the processors busy, in pieces too short to
 //! show in the work of most steps: then ranks stand in line for a processor longer, which the system
-//! tells apart. Medians over a window of steps are compared, so that a hiccup is none, and
-//! a verdict needs two windows in a row. That all are slow alike is nobody's fault and says nothing.
+//! tells apart. Medians over a window of steps are compared, so that a hiccup is none, a window lasts
+//! for a while where steps are short, and a verdict needs two windows in a row. That all are slow alike is nobody's fault and says nothing.
 
 use ir::Rank;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
-/// Steps that are looked at together.
+/// Steps that are looked at together: as many, and for as long.
 const WINDOW: usize = 20;
+const WINDOW_S: f64 = 1.0;
 /// Windows at the beginning that say nothing: caches are cold, and memory is touched for the first
 /// time.
 const WARM_UP: usize = 1;
@@ -43,6 +44,8 @@ pub enum Finding {
         rank: Rank,
         /// How many times as long.
         times: f64,
+        /// Whether most of that is standing in line for processors that are busy with something else.
+        is_host_busy: bool,
     },
     /// It does so no more.
     Recovered(Rank),
@@ -72,8 +75,8 @@ pub struct Stragglers {
     windows: usize,
     /// The medians of the first window that counts.
     first: Option<Vec<Spent>>,
-    /// Seconds that ranks stood in line in it.
-    first_in_line_s: f64,
+    /// Seconds of a step that ranks stood in line in it: of each, and of the one that did so longest.
+    first_in_line_s: (Vec<f64>, f64),
     /// Suspects of the last window.
     suspects: BTreeSet<Rank>,
     slow: BTreeSet<Rank>,
@@ -97,7 +100,7 @@ impl Stragglers {
             steps: Vec::new(),
             windows: 0,
             first: None,
-            first_in_line_s: 0.0,
+            first_in_line_s: (Vec::new(), 0.0),
             suspects: BTreeSet::new(),
             slow: BTreeSet::new(),
             is_link_suspect: false,
@@ -111,7 +114,9 @@ impl Stragglers {
             return Vec::new();
         }
         self.steps.push(spent.to_vec());
-        if self.steps.len() < WINDOW {
+        let longest = |s: &Vec<Spent>| s.iter().map(|s| s.work_s + s.wait_s).fold(0.0, f64::max);
+        let is_short = || self.steps.iter().map(longest).sum::<f64>() < WINDOW_S;
+        if self.steps.len() < WINDOW || is_short() {
             return Vec::new();
         }
         let steps = std::mem::take(&mut self.steps);
@@ -132,17 +137,23 @@ impl Stragglers {
         // Rare and long, so the median knows nothing of it. Ranks that are held up in one step are so
         // at the same time, those of different steps one after the other.
         let longest = |s: &Vec<Spent>| s.iter().map(|s| s.in_line_s).fold(0.0, f64::max);
-        let in_line_s = steps.iter().map(longest).sum::<f64>() / WINDOW as f64;
+        let in_line_s = steps.iter().map(longest).sum::<f64>() / steps.len() as f64;
+        let mean =
+            |r: usize| steps.iter().map(|s| s[r].in_line_s).sum::<f64>() / steps.len() as f64;
+        let each: Vec<f64> = (0..self.ranks.len()).map(mean).collect();
         if self.first.is_none() {
-            self.first_in_line_s = in_line_s;
+            self.first_in_line_s = (each.clone(), in_line_s);
         }
         let first = self.first.get_or_insert_with(|| now.clone()).clone();
-        let mut findings = self.ranks_of(&now, &first);
-        findings.extend(self.link_of(&now, &first, in_line_s - self.first_in_line_s));
+        let more = each.iter().zip(&self.first_in_line_s.0).map(|(n, f)| n - f);
+        let more: Vec<f64> = more.collect();
+        let mut findings = self.ranks_of(&now, &first, &more);
+        findings.extend(self.link_of(&now, &first, in_line_s - self.first_in_line_s.1));
         findings
     }
 
-    fn ranks_of(&mut self, now: &[Spent], first: &[Spent]) -> Vec<Finding> {
+    /// The findings about ranks, each of which stands in line so much longer than at first.
+    fn ranks_of(&mut self, now: &[Spent], first: &[Spent], in_line_s: &[f64]) -> Vec<Finding> {
         let mut findings = Vec::new();
         let mut suspects = BTreeSet::new();
         // How many times as long each works as at first: where that is so of all, of none.
@@ -165,7 +176,12 @@ impl Stragglers {
             if times >= SLOW {
                 suspects.insert(rank);
                 if self.suspects.contains(&rank) && self.slow.insert(rank) {
-                    findings.push(Finding::SlowRank { rank, times });
+                    let longer = now[i].work_s * (1.0 - 1.0 / times);
+                    findings.push(Finding::SlowRank {
+                        rank,
+                        times,
+                        is_host_busy: in_line_s[i] >= IN_LINE * longer,
+                    });
                 }
             } else if self.slow.remove(&rank) {
                 findings.push(Finding::Recovered(rank));
@@ -266,7 +282,14 @@ mod tests {
         };
         let seen = found(12, slow);
         let [
-            (5, Finding::SlowRank { rank, times }),
+            (
+                5,
+                Finding::SlowRank {
+                    rank,
+                    times,
+                    is_host_busy: false,
+                },
+            ),
             (8, Finding::Recovered(Rank(3))),
         ] = seen[..]
         else {
@@ -373,6 +396,51 @@ mod tests {
             seen.extend(of.step(&spent));
         }
         let rank = Rank(1);
-        assert_eq!(seen, [Finding::SlowRank { rank, times: 2.0 }]);
+        let slow = Finding::SlowRank {
+            rank,
+            times: 2.0,
+            is_host_busy: false,
+        };
+        assert_eq!(seen, [slow]);
+    }
+
+    /// Rank 1 gets its processor late in every step: it is slow, and not by itself.
+    #[test]
+    fn a_rank_whose_host_is_busy_is_told_from_a_slow_processor() {
+        let mut of = Stragglers::new((0..4).map(|r| (Rank(r), 0)));
+        let steps = (0..8 * WINDOW).map(|step| {
+            let late = if step >= 4 * WINDOW { 0.9 } else { 0.0 };
+            [0, 1, 2, 3].map(|r| Spent {
+                work_s: if r == 1 { 1.0 + late } else { 1.0 },
+                wait_s: if r == 1 { 0.1 } else { 0.1 + late },
+                in_line_s: if r == 1 { late } else { 0.0 },
+            })
+        });
+        let seen: Vec<Finding> = steps.flat_map(|s| of.step(&s)).collect();
+        let busy = matches!(
+            seen[..],
+            [Finding::SlowRank {
+                rank: Rank(1),
+                is_host_busy: true,
+                ..
+            }]
+        );
+        assert!(busy, "{seen:?}");
+    }
+
+    /// A burst of other work is over in less than a window of short steps.
+    #[test]
+    fn short_steps_are_looked_at_for_a_while() {
+        let mut of = Stragglers::new((0..2).map(|r| (Rank(r), 0)));
+        let steps = (0..10_000).map(|step| {
+            let is_burst = (4_000..4_060).contains(&step);
+            [0, 1].map(|r| Spent {
+                work_s: if is_burst && r == 1 { 0.02 } else { 0.002 },
+                wait_s: if is_burst && r == 0 { 0.02 } else { 0.001 },
+                in_line_s: 0.0,
+            })
+        });
+        let seen: Vec<Finding> = steps.flat_map(|s| of.step(&s)).collect();
+        assert_eq!(seen, []);
     }
 }

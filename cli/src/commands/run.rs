@@ -12,6 +12,7 @@ mod launcher;
 mod leaps;
 mod left;
 mod lock;
+mod records;
 mod rendezvous;
 mod told;
 mod watch;
@@ -20,7 +21,7 @@ use crate::args::{BackendArg, CheckpointMode, DecayArg, MatmulsArg, RunArgs};
 use crate::failure::{CHECKPOINTS_ARE, Exit, Failure};
 use crate::plan_file::{self, Loaded};
 use crate::{cluster, document, files, interrupt, model, outputs, report};
-use among::Setting;
+use among::{Company, Setting};
 use cost_model::StepWork;
 use cost_model::utilisation::peak_flops_per_s;
 use elastic::SoFar;
@@ -33,6 +34,7 @@ use ir::training::{StateRole, TrainingGraph};
 use ir::{Bytes, OpKind, Seconds, Task};
 use journal::{Journal, Standing};
 use leaps::Leaps;
+use records::Unasked;
 use runtime::RuntimeError;
 use runtime::checkpoint::{Checkpoint, Found, Leaving, save_keeping};
 use runtime::data::{DataOptions, Dataset, Seen};
@@ -58,6 +60,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     let schedule = schedule(args)?;
     check_backend(args)?;
     let setting = among::setting(args)?;
+    let args = &records::by_default(args.clone(), &setting);
     if setting.index() > 0 {
         return match told::told(args, &setting)? {
             Some(args) => serve(&args, &setting, &plan_file::load(&args.plan)?),
@@ -103,7 +106,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     plan_file::check_program(&loaded)?;
     warn_of_other_devices(args, &loaded);
     let chosen = fabric::chosen(args, &loaded, &setting)?;
-    if let Some(folder) = &args.record {
+    if let Some(folder) = args.record.as_ref().filter(|_| !args.records_by_default) {
         record::clear(folder)?;
     }
     let first = resume.as_ref().map_or(0, |c| c.step());
@@ -115,10 +118,12 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         }
     }
     let begun = Journal::begin(args, &setting, (&loaded, first))?;
-    let args = &RunArgs {
+    let mut args = RunArgs {
         run: begun.or_else(|| args.run.clone()),
         ..args.clone()
     };
+    let unasked = Unasked::begin(&mut args);
+    let args = &args;
     let told = told::tell(args, &setting)?;
     let mut company = among::gather(&setting, args, (&loaded, &chosen))?;
     drop(told);
@@ -138,27 +143,34 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         (processes, &chosen),
         &mut so_far,
     )?;
+    let explain = |e: RuntimeError, company: Option<&Company>| {
+        let words = records::explained(args, &loaded, (&e, company));
+        (e, words)
+    };
     let Trained {
         measurement,
         mut session,
-    } = match (trained, company) {
+    } = match (trained.map_err(|e| explain(e, company.as_ref())), company) {
         (Ok(trained), there) => {
             company = there;
             trained
         }
-        (Err(lost @ RuntimeError::Gone { .. }), Some(company)) if goes_on(args, &setting) => {
-            return Err(elastic::go_on(args, &loaded, company, (lost, so_far)));
+        (Err((RuntimeError::Gone { .. }, words)), Some(company)) if goes_on(args, &setting) => {
+            return Err(elastic::go_on(args, &loaded, company, (words, so_far)));
         }
-        (Err(e @ RuntimeError::Gone { .. }), _) if args.elastic => {
+        (Err((e @ RuntimeError::Gone { .. }, words)), _) if args.elastic => {
             let help = "the same command goes on from the newest checkpoint, with the processes that there are";
-            return Err(Failure::from(e).help(help));
+            return Err(records::failure(args, e, words).help(help));
         }
-        (Err(e), _) => return Err(e.into()),
+        (Err((e, words)), _) => return Err(records::failure(args, e, words)),
     };
     // All steps were made before: what is left is what the run was to write at its end.
     let is_end = args.continued.is_some() && args.steps == 0;
     if measurement.steps.is_empty() && !is_end {
         let what = "interrupted before the first step was done; nothing was written";
+        if let Some(unasked) = unasked.filter(|_| !args.elastic) {
+            unasked.end();
+        }
         return Err(Failure::new(Exit::Interrupted, what));
     }
     // When one output cannot be written, the others still are.
@@ -175,9 +187,9 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         let graph = &loaded.plan.graph;
         let kept = usize::from(args.checkpoints_kept);
         let saved = save_keeping(kept, folder, &mut session, &loaded.hash, graph);
-        let saved = match (saved, company) {
+        let saved = match (saved.map_err(|e| explain(e, company.as_ref())), company) {
             // What is left to do has still to be done.
-            (Err(lost @ RuntimeError::Gone { .. }), Some(there)) if goes_on(args, &setting) => {
+            (Err((RuntimeError::Gone { .. }, lost)), Some(there)) if goes_on(args, &setting) => {
                 let of = (&*loaded.hash, &**graph);
                 let rescued = runtime::checkpoint::rescue(kept, folder, &mut session, of);
                 so_far.rescued = Some(rescued);
@@ -194,7 +206,8 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         };
         let path = saved.as_deref().unwrap_or(folder);
         let what = format!("{} has the training state", path.display());
-        attempt(what, saved.map(|_| ()).map_err(Failure::from));
+        let saved = saved.map_err(|(e, words)| records::failure(args, e, words));
+        attempt(what, saved.map(|_| ()));
     }
     if let (Some(path), Some((config, _))) = (&args.save, &config) {
         let what = format!("{} has the weights", path.display());
@@ -216,6 +229,11 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         for problem in company.end() {
             crate::say(format_args!("warning: {problem} after the run was done"));
         }
+    }
+    // One that is not done may have to tell of earlier losses still.
+    let is_whole = measurement.steps.len() as u64 == args.steps;
+    if let Some(unasked) = unasked.filter(|_| is_whole || !args.elastic) {
+        unasked.end();
     }
     if is_end {
         crate::say(format_args!(
@@ -253,7 +271,7 @@ fn goes_on(args: &RunArgs, setting: &Setting) -> bool {
 fn serve(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<(), Failure> {
     let dataset = Arc::new(dataset(args, &loaded.training)?);
     plan_file::check_program(loaded)?;
-    if let Some(folder) = &args.record {
+    if let Some(folder) = args.record.as_ref().filter(|_| !args.records_by_default) {
         // Process 0 has seen that it can be written to, unless this is another host's.
         let made = std::fs::create_dir_all(folder);
         made.map_err(|e| {
@@ -266,6 +284,7 @@ fn serve(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<(), Failu
         let what = "a process with a number above 0 is not alone";
         return Err(Failure::new(Exit::Internal, what));
     };
+    let unasked = Unasked::begin_elsewhere(args);
     // Process 0 ends the run, and with it this process.
     interrupt::leave_to_others()?;
     let spec = &loaded.plan.train;
@@ -276,10 +295,7 @@ fn serve(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<(), Failu
             spec,
             args.validate_every.is_some(),
         )?)),
-        record: args
-            .record
-            .clone()
-            .map(|folder| (folder, loaded.hash.clone())),
+        record: records::of_ranks(args, loaded, false),
         backend: backend(args),
         matmuls: matmuls(args),
         meets: chosen.meets,
@@ -297,6 +313,10 @@ fn serve(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<(), Failu
         ..SessionOptions::default()
     };
     let served = runtime::processes::serve(&loaded.program, spec, options);
+    match &served {
+        Ok(()) => unasked.into_iter().for_each(Unasked::end),
+        Err(e) => records::without_first(args.record.as_deref(), e),
+    }
     match served {
         // Process 0 says what becomes of the run.
         Err(e) if args.elastic => {
@@ -669,7 +689,9 @@ fn check_outputs(args: &RunArgs, resume: Option<&Checkpoint>) -> Result<(), Fail
     }
     written.push(&args.output);
     watch::check(args, &read, &written)?;
-    let folders = args.checkpoint.iter().chain(&args.record);
+    // The records that nobody asked for end no run.
+    let record = args.record.as_ref().filter(|_| !args.records_by_default);
+    let folders = args.checkpoint.iter().chain(record);
     folders
         .into_iter()
         .try_for_each(|folder| outputs::check_folder(folder))
@@ -877,10 +899,7 @@ fn train_all(
         stop: Some(&stop),
         session: SessionOptions {
             watchdog: Duration::from_secs(args.time_out),
-            record: args
-                .record
-                .clone()
-                .map(|folder| (folder, loaded.hash.clone())),
+            record: records::of_ranks(args, loaded, processes.is_none()),
             processes,
             backend: backend(args),
             matmuls: matmuls(args),
@@ -984,7 +1003,14 @@ fn train_all(
 /// The words of a finding about what holds a run up.
 fn of_finding(finding: Finding) -> String {
     match finding {
-        Finding::SlowRank { rank, times } => format!(
+        Finding::SlowRank {
+            rank,
+            times,
+            is_host_busy: true,
+        } => format!(
+            "{rank} works {times:.1} times as long as the ranks that do the same, as something else keeps the processors of its host busy"
+        ),
+        Finding::SlowRank { rank, times, .. } => format!(
             "{rank} works {times:.1} times as long as the ranks that do the same: its processor is slow or shared, not the link"
         ),
         Finding::Recovered(rank) => format!("{rank} is as fast as the others again"),

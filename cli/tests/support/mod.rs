@@ -3,7 +3,8 @@
 #![allow(dead_code, clippy::unwrap_used)] // Each test binary uses a part of it; a test may stop where it likes.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// A GPT-2 of two layers and a few thousand parameters, one token per byte.
@@ -226,4 +227,74 @@ pub fn built(place: &Place, source: &str, name: &str, flags: &[&str]) -> PathBuf
     let said = String::from_utf8_lossy(&built.stderr);
     assert!(built.status.success(), "{said}");
     made
+}
+
+/// A run of two processes that another one sends signals to.
+pub struct Two {
+    /// Process 0, which started the other one.
+    pub first: Child,
+    /// The system's number of process 1.
+    pub second: u32,
+}
+
+impl Two {
+    /// Starts `plan.json` of a place, in two processes, for very many steps; returns when some are done.
+    /// Its outputs are `two.json` and `two.csv`.
+    pub fn start(place: &Place, more: &[&str]) -> Self {
+        let run = ["run", "plan.json", "--data", "text.txt", "--processes=2"];
+        let long = ["--steps", "100000000", "-o", "two.json"];
+        let metrics = ["--metrics", "two.csv"];
+        let first = Command::new("sh")
+            // Those that a signal ends with an image of their memory leave none.
+            .args(["-c", "ulimit -c 0; exec \"$0\" \"$@\""])
+            .arg(env!("CARGO_BIN_EXE_meshwright"))
+            .args([&run[..], &long, &metrics, more].concat())
+            .current_dir(place.path("."))
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let began = Instant::now();
+        let steps =
+            || std::fs::read_to_string(place.path("two.csv")).map_or(0, |t| t.lines().count());
+        // A header and some rows.
+        while steps() < 8 {
+            assert!(began.elapsed() < Duration::from_secs(60), "no step is done");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let mut all = processes_of(place, "two.json").into_iter();
+        let second = all.find(|id| *id != first.id()).unwrap();
+        Two { first, second }
+    }
+    /// Sends a signal to both processes, or to one.
+    pub fn signal(&self, name: &str, to: &[u32]) {
+        let ids = to.iter().map(u32::to_string);
+        let sent = Command::new("kill").arg(name).args(ids).status();
+        assert!(sent.unwrap().success());
+    }
+    /// Its output, once it has ended by itself and nobody is left of it.
+    pub fn ended(self, place: &Place) -> Output {
+        let output = self.first.wait_with_output().unwrap();
+        let began = Instant::now();
+        while !processes_of(place, "two.json").is_empty() {
+            let is_long = began.elapsed() > Duration::from_secs(30);
+            assert!(!is_long, "processes are left: {}", said(&output));
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        output
+    }
+}
+
+/// Processes in a place of the run with this output name, those that have ended apart.
+pub fn processes_of(place: &Place, output: &str) -> Vec<u32> {
+    let own = place.path(".").canonicalize().unwrap();
+    let all = std::fs::read_dir("/proc").unwrap().flatten();
+    let ids = all.filter_map(|e| e.file_name().to_str()?.parse::<u32>().ok());
+    let is_one = |id: &u32| {
+        let line = std::fs::read(format!("/proc/{id}/cmdline")).unwrap_or_default();
+        let line = String::from_utf8_lossy(&line).into_owned();
+        let here = std::fs::read_link(format!("/proc/{id}/cwd")).is_ok_and(|cwd| cwd == own);
+        here && line.split('\0').any(|word| word == output)
+    };
+    ids.filter(is_one).collect()
 }

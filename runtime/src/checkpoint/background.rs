@@ -11,7 +11,7 @@
 //! copies take at most the bytes of one checkpoint, over all ranks together.
 
 use super::shard::Shard;
-use super::{Origin, commit, problem};
+use super::{Origin, Whole, commit, problem};
 use crate::error::RuntimeError;
 use crate::execute::Session;
 use crate::files::Unfinished;
@@ -39,6 +39,7 @@ struct Begun {
     kept: usize,
     unfinished: Unfinished,
     origin: Origin,
+    whole: Whole,
 }
 
 /// How a checkpoint ended that was written meanwhile.
@@ -74,6 +75,7 @@ impl Background {
             kept,
             unfinished,
             origin: Origin::of(session, plan, model),
+            whole: session.whole(),
         }));
         Ok(())
     }
@@ -135,7 +137,8 @@ impl Begun {
             kept,
             unfinished,
             origin,
+            whole,
         } = self;
-        commit(&folder, kept, &unfinished, origin, shards)
+        commit(&folder, (kept, &whole), &unfinished, origin, shards)
     }
 }

@@ -2,7 +2,7 @@
 //! them for these: each rank writes its share to a folder beside the checkpoints, with a note of the step
 //! and of all who write. Whoever goes on makes a checkpoint of it, if all have written and of one step.
 
-use super::{Origin, Rescued, Shard, commit_verified, problem, shares_of};
+use super::{Origin, Rescued, Shard, Whole, commit_verified, problem, shares_of};
 use crate::error::RuntimeError;
 use crate::files::Unfinished;
 use ir::Rank;
@@ -126,5 +126,11 @@ fn made_of(folder: &Path, place: &Path, kept: usize, run: &str) -> Result<Rescue
     }
     let run = Some(run.into());
     let origin = Origin { run, ..origin };
-    commit_verified((folder, kept), &unfinished, origin, shards)
+    commit_verified(
+        folder,
+        (kept, &Whole::default()),
+        &unfinished,
+        origin,
+        shards,
+    )
 }

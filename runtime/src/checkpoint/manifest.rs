@@ -159,13 +159,18 @@ impl Manifest {
         hasher.finalize().to_string()
     }
 
-    /// Writes it into a checkpoint's folder, through to the disk.
+    /// Writes it into a checkpoint's folder, through to the disk. Fails, too, where the disk does not
+    /// give it back.
     pub fn write(&self, folder: &Path) -> io::Result<()> {
         let mut file = Unfinished::file(folder)?;
         let text = serde_json::to_string_pretty(self).map_err(io::Error::other)?;
         file.write_all(text.as_bytes())?;
         file.write_all(b"\n")?;
-        file.finish(&folder.join(NAME))
+        file.finish(&folder.join(NAME))?;
+        match Self::read(folder) {
+            Ok(found) if found.blake3 == self.blake3 => Ok(()),
+            _ => Err(not_as_written()),
+        }
     }
 
     /// The same with the hash that its text has to have.
@@ -232,8 +237,13 @@ impl Facts {
     }
 }
 
+/// The error of a file that is not what was written to it.
+pub(super) fn not_as_written() -> io::Error {
+    io::Error::other("the disk does not give back what was written to it")
+}
+
 /// The hash of a file of so many bytes.
-fn hash(path: &Path, bytes: u64) -> io::Result<String> {
+pub(super) fn hash(path: &Path, bytes: u64) -> io::Result<String> {
     let file = File::open(path)?;
     let found = file.metadata()?.len();
     if found != bytes {

@@ -12,9 +12,9 @@
 //! reads the byte ranges that make its part. Neither writing nor reading holds more than what a
 //! rank's arena has anyway.
 //!
-//! Nothing is replaced by a write. Files are written through to the disk in a folder beside,
-//! then the manifest, then the folder gets its name, one number above the newest; only then old
-//! checkpoints go, all but the [newest two](KEPT). That can be done [in the background](Background),
+//! Nothing is replaced by a write. Files are written through to the disk in a folder beside and
+//! read again, then the manifest, then the folder gets its name, one number above the newest; only
+//! then old checkpoints go, all but the [newest two](KEPT) that are whole. That can be done [in the background](Background),
 //! from copies of the states. A run goes on from the newest that is what its
 //! manifest says; nothing else points at it.
 
@@ -22,12 +22,15 @@ mod background;
 pub mod dcp;
 mod left;
 mod manifest;
+mod retention;
 mod shard;
 mod share;
 
 pub use background::{Background, Ended};
 pub use left::{Leaving, is_left, salvage};
 pub use manifest::{Origin, restamped};
+pub(crate) use retention::Whole;
+use retention::{prune, remove};
 pub(crate) use shard::Shard;
 pub(crate) use shard::write as write_shard;
 pub(crate) use share::{Lost, shares, shares_of};
@@ -124,7 +127,8 @@ pub fn save_keeping(
     let unfinished = Unfinished::folder(folder).map_err(error)?;
     let shards = session.write_shards(unfinished.path())?;
     let origin = Origin::of(session, plan, model);
-    commit(folder, kept, &unfinished, origin, shards)
+    let keeping = (kept, &session.whole());
+    commit(folder, keeping, &unfinished, origin, shards)
 }
 
 /// A checkpoint of a run that has lost ranks, of what those that are left hold in memory.
@@ -153,7 +157,8 @@ pub fn rescue(
     let shards = session.write_left(left, unfinished.path())?;
     session.set_step_number(step);
     let origin = Origin::of(session, plan, model);
-    commit_verified((folder, kept), &unfinished, origin, shards)
+    let keeping = (kept, &session.whole());
+    commit_verified(folder, keeping, &unfinished, origin, shards)
 }
 
 /// Makes a checkpoint of files as [`commit`] does, and reads it again to see that it is whole: no older
@@ -161,16 +166,19 @@ pub fn rescue(
 ///
 /// Fails with the reason in words: then everything is as before.
 fn commit_verified(
-    (folder, kept): (&Path, usize),
+    folder: &Path,
+    (kept, whole): (usize, &Whole),
     unfinished: &Unfinished,
     origin: Origin,
     shards: Vec<Shard>,
 ) -> Result<Rescued, String> {
     let step = origin.step;
-    let path = commit(folder, usize::MAX, unfinished, origin, shards).map_err(|e| e.to_string())?;
+    let all = (usize::MAX, &Whole::default());
+    let path = commit(folder, all, unfinished, origin, shards).map_err(|e| e.to_string())?;
     match verify(&path) {
         Ok(_) => {
-            prune(folder, kept);
+            whole.add(&path);
+            prune(folder, kept, whole);
             Ok(Rescued { step, path })
         }
         Err(problems) => {
@@ -184,7 +192,7 @@ fn commit_verified(
 /// folder its name, and then has old ones go.
 fn commit(
     folder: &Path,
-    kept: usize,
+    (kept, whole): (usize, &Whole),
     unfinished: &Unfinished,
     origin: Origin,
     shards: Vec<Shard>,
@@ -204,22 +212,9 @@ fn commit(
             finished => break finished.map(|()| path).map_err(error)?,
         }
     };
-    prune(folder, kept);
+    whole.add(&path);
+    prune(folder, kept, whole);
     Ok(path)
-}
-
-/// Has all but the newest `kept` go, at least one.
-fn prune(folder: &Path, kept: usize) {
-    let all = numbered(folder).into_iter().rev();
-    all.skip(kept.max(1))
-        .for_each(|(_, old)| remove(folder, &old));
-}
-
-/// Has a checkpoint go. One that cannot be removed is in nobody's way. It goes under another name, so
-/// that there never is a part of it under its own.
-fn remove(folder: &Path, old: &Path) {
-    let _ =
-        Unfinished::folder(folder).and_then(|grave| std::fs::rename(old, grave.path().join("old")));
 }
 
 /// The newest checkpoint at `path` that is whole: a folder of checkpoints, one of them, or the

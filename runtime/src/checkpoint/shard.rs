@@ -3,7 +3,7 @@
 //! Writing goes from the rank's arena to the file, reading from the file to the arena, run by
 //! run of neighbouring elements: there is no copy of a part in between.
 
-use super::manifest::Part;
+use super::manifest::{self, Part, not_as_written};
 use super::problem;
 use crate::arena::View;
 use crate::cpu::layout;
@@ -46,8 +46,8 @@ pub(crate) struct Written {
 /// Writes a rank's parts, given by path, to its file in `folder`, through to the disk. A part is
 /// what its buffer, which `read` gives, has without padding.
 ///
-/// Fails when the file cannot be written, and at the first element that is not finite: what it
-/// stands in is no state to go on from.
+/// Fails when the file cannot be written or the disk does not give it back, and at the first element
+/// that is not finite: what it stands in is no state to go on from.
 pub(crate) fn write<'a>(
     folder: &Path,
     rank: Rank,
@@ -166,6 +166,7 @@ fn header<'a>(parts: impl Iterator<Item = (&'a String, Vec<usize>)>) -> io::Resu
 
 /// A file whose hash is taken as it is written.
 struct Hashing {
+    path: PathBuf,
     file: BufWriter<File>,
     hasher: blake3::Hasher,
     bytes: u64,
@@ -174,16 +175,24 @@ struct Hashing {
 impl Hashing {
     fn create(path: &Path) -> io::Result<Self> {
         Ok(Hashing {
+            path: path.to_path_buf(),
             file: BufWriter::with_capacity(1 << 20, File::create_new(path)?),
             hasher: blake3::Hasher::new(),
             bytes: 0,
         })
     }
-    /// Has all of it on the disk. Says its length and its hash.
+    /// Has all of it on the disk, and reads it again from there. Says its length and its hash.
     fn finish(self) -> io::Result<(u64, String)> {
         let file = self.file.into_inner().map_err(|e| e.into_error())?;
         file.sync_all()?;
-        Ok((self.bytes, self.hasher.finalize().to_string()))
+        // Where the system keeps the file in memory all the same, that is read.
+        #[cfg(target_os = "linux")]
+        let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed);
+        let hash = self.hasher.finalize().to_string();
+        match manifest::hash(&self.path, self.bytes)? == hash {
+            true => Ok((self.bytes, hash)),
+            false => Err(not_as_written()),
+        }
     }
 }
 

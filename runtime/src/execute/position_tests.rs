@@ -40,6 +40,7 @@ fn seen(rank: u32, plays: u64, begun: u64, done: u64) -> Seen {
         plan: "p".into(),
         plays,
         training: true,
+        step: 0,
         begun,
         done,
         at_ms: 0,

@@ -160,7 +160,7 @@ type Span<D> = (TemplateId, Option<usize>, [<D as Device>::Tick; 2]);
 
 impl<D: Device, F: Fabric<D>> RankState<D, F> {
     /// Fails when the program is not consistent: a buffer of another size than its part, or
-    /// beyond the arena. Or when its record cannot be begun.
+    /// beyond the arena.
     pub fn new(
         program: Arc<Program>,
         role: usize,
@@ -209,9 +209,9 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
             waited_s: 0.0,
             in_line: None,
             orders: options.orders.map(|seed| Orders::new(seed, rank)),
+            // A record that cannot be begun is no reason to end a run: such a rank left none.
             record: (options.record.as_ref())
-                .map(|(folder, plan)| Record::create(folder, plan, rank))
-                .transpose()?,
+                .and_then(|(folder, plan)| Record::create(folder, plan, rank).ok()),
             options,
             fabric,
             program,
@@ -318,7 +318,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
         let loss_scale = self.loss_scale()?;
         let mut spans = play.profile.then(Vec::new);
         if let Some(record) = &mut self.record {
-            record.play(play.training);
+            record.play(play.training, play.step);
         }
         let mut watch = Watch {
             gives_up: play.training && loss_scale.is_none(),

@@ -9,7 +9,7 @@ use super::message::{Play, Played, Reply, Request, Samples};
 use super::rank::{RankOptions, RankTimings};
 use super::worker::{Answers, Crew, Link, Remote, Worker};
 use crate::arena::Bytes;
-use crate::checkpoint::{Checkpoint, Leaving, Shard, shares};
+use crate::checkpoint::{Checkpoint, Leaving, Shard, Whole, shares};
 use crate::data::{Batch, Batches};
 use crate::device::{Backend, Cpu, Cuda, cuda};
 use crate::error::RuntimeError;
@@ -337,6 +337,7 @@ pub struct Session {
     lost: BTreeSet<Rank>,
     /// The name of the run of which it is a part.
     run: Option<String>,
+    whole: Whole,
 }
 
 impl Session {
@@ -397,6 +398,8 @@ impl Session {
 
     /// Goes on from a checkpoint.
     pub(crate) fn load(&mut self, checkpoint: &Arc<Checkpoint>) -> Result<(), RuntimeError> {
+        // Its files were read when it was opened.
+        self.whole.add(checkpoint.path());
         let places = self.state_places();
         let other = |problem: String| RuntimeError::OtherCheckpoint {
             path: checkpoint.path().to_path_buf(),
@@ -478,6 +481,7 @@ impl Session {
             ended: None,
             lost: BTreeSet::new(),
             run,
+            whole: Whole::default(),
         })
     }
 
@@ -504,6 +508,10 @@ impl Session {
     /// The name of the run of which it is a part, if that has one.
     pub fn run(&self) -> Option<&str> {
         self.run.as_deref()
+    }
+    /// The checkpoints that are known to be whole.
+    pub(crate) fn whole(&self) -> Whole {
+        self.whole.clone()
     }
     /// Ends the run with an error.
     pub(crate) fn fail(&mut self, error: &str) {
@@ -583,7 +591,10 @@ impl Session {
             .iter()
             .find_map(|p| p.loss)
             .ok_or_else(|| RuntimeError::Program("no stage has the loss".into()))?;
-        let grad_norm = played.iter().find_map(|p| p.grad_norm).unwrap_or(f64::NAN);
+        // All ranks have the same norm. Where a bit has turned in one of them, its is what counts.
+        let norms = || played.iter().filter_map(|p| p.grad_norm);
+        let spoilt = norms().find(|norm| !norm.is_finite());
+        let grad_norm = spoilt.or_else(|| norms().next()).unwrap_or(f64::NAN);
         // Ranks of one worker have one clock.
         let seconds = |worker: usize| {
             let ranks = self.ranks.iter().zip(&played);

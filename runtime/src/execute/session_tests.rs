@@ -803,32 +803,38 @@ fn workers_are_told_and_tell_by_messages() {
     assert!(n_shared >= 3, "most cases have one rank");
 }
 
-/// A case with this many ranks or more on one mesh, whose parameters they all keep whole.
+/// A case whose three ranks are on one mesh.
+fn of_three_ranks(seed: u64) -> Case {
+    let mut case = Case::new(seed, &GENERAL, Precision::F32, ADAM);
+    let devices = DeviceMesh {
+        first_rank: Rank(0),
+        n_devices: 3,
+    };
+    let axis = Axis {
+        name: "a".into(),
+        size: 3,
+    };
+    case.meshes = vec![LogicalMesh::new(devices, vec![axis]).unwrap()];
+    case
+}
+
+/// A parameter that all ranks of a program of one role keep whole.
+fn kept_by_all(program: &Program) -> Option<&StateBuffer> {
+    let role = &program.roles[0];
+    let is_kept = |s: &&StateBuffer| {
+        s.role == StateRole::Parameter && role.buffer(s.buffer).spec.is_replicated()
+    };
+    role.states.iter().find(is_kept)
+}
+
+/// A case of three ranks that all keep some parameter whole.
 fn replicated() -> (Case, Program) {
     let mut cases = (0..).map(|seed| {
-        let mut case = Case::new(seed, &GENERAL, Precision::F32, ADAM);
-        let devices = DeviceMesh {
-            first_rank: Rank(0),
-            n_devices: 3,
-        };
-        let axis = Axis {
-            name: "a".into(),
-            size: 3,
-        };
-        case.meshes = vec![LogicalMesh::new(devices, vec![axis]).unwrap()];
-        let (microbatch, n) = (case.microbatch, case.n_microbatches);
-        let program = lower(&case.training, &case.meshes, microbatch, n, seed);
+        let case = of_three_ranks(seed);
+        let program = case.program(seed);
         (case, program)
     });
-    let keeps_all = |p: &Program| {
-        let role = &p.roles[0];
-        let mut states = role
-            .states
-            .iter()
-            .filter(|s| s.role == StateRole::Parameter);
-        states.any(|s| role.buffer(s.buffer).spec.is_replicated())
-    };
-    cases.find(|(_, program)| keeps_all(program)).unwrap()
+    cases.find(|(_, p)| kept_by_all(p).is_some()).unwrap()
 }
 
 #[test]
@@ -838,11 +844,7 @@ fn a_turned_bit_of_a_replica_is_found() {
     let mut session = Session::new(&program, &case.spec, OPTIONS, initial).unwrap();
     session.step(&case.batches[0], 0.1, false).unwrap();
     session.check_replicas().unwrap();
-    let role = &program.roles[0];
-    let kept = |s: &&StateBuffer| {
-        s.role == StateRole::Parameter && role.buffer(s.buffer).spec.is_replicated()
-    };
-    let state = role.states.iter().find(kept).unwrap();
+    let state = kept_by_all(&program).unwrap();
     session.turn_bit(Rank(1), state, 3).unwrap();
     let error = session.check_replicas().unwrap_err().to_string();
     let expected = format!(
@@ -889,4 +891,68 @@ fn the_first_tensor_that_is_no_number_is_named() {
         first.starts_with(&format!("state `{path}` of rank")),
         "{first}"
     );
+}
+
+/// A parameter that is no number on one rank alone, which has a process of its own: the step at which
+/// the others hear of it changes a state of nobody, that tensor and that rank are named, and all end.
+#[test]
+fn a_state_that_is_no_number_on_one_rank_stops_all_at_the_same_step() {
+    let mut n_stopped = 0;
+    for seed in 0..8 {
+        let case = of_three_ranks(seed);
+        let Some(state) = kept_by_all(&case.program(seed)).cloned() else {
+            continue;
+        };
+        let initial = |r: StateRequest<'_>| Ok(case.initial(r.path, r.role, r.lens));
+        let (mut session, members) =
+            case.in_processes(seed, |p, o| Session::new(p, &case.spec, o, initial));
+        let bits = |session: &mut Session| {
+            let mut states = session.export_states().unwrap();
+            states.remove(&state.path);
+            let bits = |t: super::session::StateTensor| t.values.into_iter().map(f32::to_bits);
+            let all = states
+                .into_iter()
+                .map(|(path, t)| (path, bits(t).collect()));
+            all.collect::<Vec<(String, Vec<u32>)>>()
+        };
+        let good = session.step(&case.batches[0], 0.01, false).unwrap();
+        good.check(0, &case.spec).unwrap();
+        let before = bits(&mut session);
+        session.spoil(Rank(1), &state).unwrap();
+        let step = session.step(&case.batches[1], 0.01, false).unwrap();
+        let error = step.check(1, &case.spec).err();
+        // Where the rank computes nothing of it, as of a batch that is too small to share, nobody
+        // has heard of it yet.
+        let first = session.first_spoiled().unwrap();
+        let (Some(error), Some(first)) = (error, first) else {
+            drop(session);
+            members.into_iter().for_each(|m| m.join().unwrap().unwrap());
+            continue;
+        };
+        n_stopped += 1;
+        assert!(error.to_string().contains(" of step 1 is "), "{error}");
+        let named = format!("state `{}` of rank1 has ", state.path);
+        assert!(first.starts_with(&named), "seed {seed}: {first}");
+        assert!(
+            before == bits(&mut session),
+            "seed {seed}: states were written"
+        );
+        // Not on any rank: the others still have the same, and differ from the spoiled one alone.
+        let odd = session.check_replicas().unwrap_err().to_string();
+        let only = format!(
+            "state `{}` of rank1 is not that of rank0, rank2",
+            state.path
+        );
+        assert!(odd.contains(&only), "seed {seed}: {odd}");
+        session.fail(&error.to_string());
+        drop(session);
+        for member in members {
+            let told = member.join().unwrap().unwrap_err();
+            assert!(
+                matches!(&told, RuntimeError::EndedByFirst(e) if *e == error.to_string()),
+                "{told}"
+            );
+        }
+    }
+    assert!(n_stopped > 1, "only {n_stopped} of 8 cases heard of it");
 }

@@ -103,7 +103,12 @@ pub(super) fn answer(
     stream: &mut (impl Read + Write),
     token: &Token,
 ) -> Result<(), HandshakeError> {
-    if receive(stream)? != MAGIC {
+    let magic: [u8; 8] = receive(stream)?;
+    if magic != MAGIC {
+        // One of another version is told of this one, so that it can say what is wrong.
+        if magic[..7] == MAGIC[..7] {
+            stream.write_all(&MAGIC)?;
+        }
         return Err(HandshakeError::Stranger);
     }
     let (theirs, mine) = (receive(stream)?, random()?);

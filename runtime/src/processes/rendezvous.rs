@@ -153,16 +153,16 @@ impl Who {
 
 /// The introduction of a process to process 0.
 #[derive(Debug, Serialize, Deserialize)]
-struct Hello {
+pub(super) struct Hello {
     place: Place,
     fingerprint: Fingerprint,
     who: Who,
-    listens: SocketAddr,
+    pub listens: SocketAddr,
 }
 
 /// The answer.
 #[derive(Debug, Serialize, Deserialize)]
-enum Reply {
+pub(super) enum Reply {
     Welcome {
         run: String,
         /// By process, without the first.
@@ -174,12 +174,12 @@ enum Reply {
 
 /// The introduction of a process to another one that it calls.
 #[derive(Debug, Serialize, Deserialize)]
-struct Peer {
-    index: usize,
-    run: String,
+pub(super) struct Peer {
+    pub index: usize,
+    pub run: String,
 }
 
-fn say(to: &mut impl Write, word: &impl Serialize) -> io::Result<()> {
+pub(super) fn say(to: &mut impl Write, word: &impl Serialize) -> io::Result<()> {
     let bad = |e: rmp_serde::encode::Error| io::Error::new(ErrorKind::InvalidData, e.to_string());
     let mut packet = vec![0; 4];
     rmp_serde::encode::write_named(&mut packet, word).map_err(bad)?;
@@ -188,7 +188,7 @@ fn say(to: &mut impl Write, word: &impl Serialize) -> io::Result<()> {
     to.write_all(&packet)
 }
 
-fn hear<T: DeserializeOwned>(from: &mut impl Read) -> io::Result<T> {
+pub(super) fn hear<T: DeserializeOwned>(from: &mut impl Read) -> io::Result<T> {
     let bad = |what: String| io::Error::new(ErrorKind::InvalidData, what);
     let mut len = [0; 4];
     from.read_exact(&mut len)?;

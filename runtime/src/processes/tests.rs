@@ -1,6 +1,7 @@
 use super::frame::{self, Head, Letter, Parts};
 use super::handshake::{self, HandshakeError};
-use super::rendezvous::{Fingerprint, Host, JoinError, Place, Way, join, unanswered};
+use super::rendezvous::{self, Fingerprint, Hello, Host, JoinError, Peer, Place, Way, Who};
+use super::rendezvous::{join, unanswered};
 use super::suite::Rankful;
 use super::{Processes, Token};
 use crate::arena::Bytes;
@@ -11,7 +12,7 @@ use crate::fabric::Fabric;
 use ir::Rank;
 use proptest::prelude::*;
 use std::io::{ErrorKind, Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -163,6 +164,195 @@ fn strangers_do_not_hold_up_a_run() {
     drop(silent);
 }
 
+/// Two hundred connections that say nothing, and one that says a byte now and then, as far as it goes
+/// what is right: who belongs to the run joins while they are there, and the slow one is closed.
+#[test]
+fn slow_and_many_strangers_keep_nobody_out() {
+    let (host, address, token) = host();
+    let gathered =
+        std::thread::spawn(move || host.gather(2, &plan("a"), PATIENCE, &mut || None).unwrap());
+    let at: SocketAddr = address.parse().unwrap();
+    let mut slow = TcpStream::connect(at).unwrap();
+    let dripping = std::thread::spawn(move || {
+        // Ten seconds: twice as long as anybody has to say who it is.
+        let introduction = [&handshake::MAGIC[..], &[7; 32]].concat();
+        introduction.iter().any(|&byte| {
+            std::thread::sleep(Duration::from_millis(250));
+            slow.write_all(&[byte]).is_err()
+        })
+    });
+    let silent: Vec<TcpStream> = (0..200).map(|_| TcpStream::connect(at).unwrap()).collect();
+    // In turn, they would take a thousand seconds.
+    let way = Way::Known(address, token);
+    let joined = join(Place { index: 1, of: 2 }, &plan("a"), PATIENCE, way).unwrap();
+    let first = gathered.join().unwrap();
+    assert_eq!((first.on_this_host(), joined.place().index), (2, 1));
+    drop(silent);
+    assert!(dripping.join().unwrap(), "the slow one was never closed");
+}
+
+/// Asserts that the other end of a connection says nothing more and closes it.
+fn is_closed(stream: &mut TcpStream) {
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    let more = stream.read(&mut [0; 64]);
+    let is_over = match &more {
+        Ok(n) => *n == 0,
+        Err(e) => e.kind() == ErrorKind::ConnectionReset,
+    };
+    assert!(is_over, "{more:?}");
+}
+
+/// One of another version of the protocol says so, whoever called; it proves nothing, and so it ends no
+/// run of others.
+#[test]
+fn another_version_of_the_protocol_is_refused_and_said() {
+    let mut later = handshake::MAGIC;
+    later[7] += 1;
+    // It calls process 0, and is told which version this is, with no proof of the token.
+    let (host, address, token) = host();
+    let gathered =
+        std::thread::spawn(move || host.gather(2, &plan("a"), PATIENCE, &mut || None).unwrap());
+    let mut stream = TcpStream::connect(&address).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.write_all(&[&later[..], &[7; 32]].concat()).unwrap();
+    let mut answer = [0; 8];
+    stream.read_exact(&mut answer).unwrap();
+    assert_eq!(answer, handshake::MAGIC);
+    is_closed(&mut stream);
+    let place = Place { index: 1, of: 2 };
+    let joined = join(place, &plan("a"), PATIENCE, Way::Known(address, token)).unwrap();
+    assert_eq!(gathered.join().unwrap().on_this_host(), 2);
+    drop(joined);
+    // It is process 0.
+    let listener = TcpListener::bind(loopback()).unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let other = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        stream.read_exact(&mut [0; 40]).unwrap();
+        stream.write_all(&[&later[..], &[7; 64]].concat()).unwrap();
+    });
+    let way = Way::Known(address, Token::random().unwrap());
+    // One try.
+    let error = join(place, &plan("a"), Duration::ZERO, way).unwrap_err();
+    other.join().unwrap();
+    let words = error.to_string();
+    assert!(
+        words.contains("what answers there is no Meshwright of this version"),
+        "{words}"
+    );
+}
+
+/// Versions and binaries are facts as the plan is: which one differs is said on both sides, and one
+/// that an older build does not know of is missing.
+#[test]
+fn another_version_or_binary_is_refused_and_named() {
+    for (what, theirs, words) in [
+        ("the version", Some("0.9"), "0.9"),
+        ("the binary", Some("6f"), "6f"),
+        ("the binary", None, "missing"),
+    ] {
+        let of = |value: Option<&str>| {
+            let mut all = plan("a");
+            all.0
+                .extend(value.map(|v| (what.to_string(), v.to_string())));
+            all
+        };
+        let (host, address, token) = host();
+        let (ours, theirs) = (of(Some("5e")), of(theirs));
+        let other = std::thread::spawn(move || {
+            let way = Way::Known(address, token);
+            join(Place { index: 1, of: 2 }, &theirs, PATIENCE, way).unwrap_err()
+        });
+        let error = host.gather(2, &ours, PATIENCE, &mut || None).unwrap_err();
+        let expected = format!("{what} of process 1 is {words}, that of process 0 5e");
+        assert_eq!(error.to_string(), expected);
+        let told = other.join().unwrap();
+        assert!(
+            matches!(&told, JoinError::Refused { reason, .. } if *reason == expected),
+            "{told}"
+        );
+    }
+}
+
+/// A process of an earlier run that has the same token, as one in a file may be, and calls the others of
+/// a new one where a process of its own run had listened: the name of its run is another one.
+#[test]
+fn a_straggler_of_an_earlier_run_is_refused() {
+    // Process 0 of three is this test.
+    let token = Token::random().unwrap();
+    let listener = TcpListener::bind(loopback()).unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let second = std::thread::spawn({
+        let token = token.clone();
+        move || {
+            let way = Way::Known(address, token);
+            join(Place { index: 1, of: 3 }, &plan("a"), PATIENCE, way).unwrap()
+        }
+    });
+    let (mut stream, _) = listener.accept().unwrap();
+    handshake::answer(&mut stream, &token).unwrap();
+    let hello: Hello = rendezvous::hear(&mut stream).unwrap();
+    let welcome = rendezvous::Reply::Welcome {
+        run: "the new run".into(),
+        listen: vec![hello.listens; 2],
+        all: vec![Who::me(); 3],
+    };
+    rendezvous::say(&mut stream, &welcome).unwrap();
+    let call = |index: usize, run: &str| {
+        let mut stream = TcpStream::connect(hello.listens).unwrap();
+        handshake::call(&mut stream, &token).unwrap();
+        let run = run.to_string();
+        rendezvous::say(&mut stream, &Peer { index, run }).unwrap();
+        stream
+    };
+    // Of the earlier run; of this one, with numbers of others, and of nobody.
+    for (index, run) in [
+        (2, "an earlier run"),
+        (2, ""),
+        (0, "the new run"),
+        (1, "the new run"),
+        (3, "the new run"),
+    ] {
+        is_closed(&mut call(index, run));
+        assert!(!second.is_finished(), "process {index} of {run} was let in");
+    }
+    let third = call(2, "the new run");
+    let joined = second.join().unwrap();
+    assert_eq!((joined.place().index, joined.on_this_host()), (1, 3));
+    drop((stream, third));
+}
+
+/// Two of the same number, as where a process of an earlier run with the same token is still there: the
+/// first one is of the run, and the other one is told.
+#[test]
+fn a_number_is_given_once() {
+    let (host, address, token) = host();
+    let gathered =
+        std::thread::spawn(move || host.gather(3, &plan("a"), PATIENCE, &mut || None).unwrap());
+    let (tell, told) = std::sync::mpsc::channel();
+    let joins = |index: usize| {
+        let (address, token, tell) = (address.clone(), token.clone(), tell.clone());
+        std::thread::spawn(move || {
+            let way = Way::Known(address, token);
+            let _ = tell.send(join(Place { index, of: 3 }, &plan("a"), PATIENCE, way));
+        })
+    };
+    let both = [joins(1), joins(1)];
+    let refused = told.recv_timeout(PATIENCE).unwrap().unwrap_err();
+    let words = "process 0 does not let process 1 join: another process has its number";
+    assert_eq!(refused.to_string(), words);
+    let third = joins(2);
+    let in_time = || told.recv_timeout(PATIENCE).unwrap().unwrap();
+    let mut all = [in_time(), in_time()].map(|p| p.place().index);
+    all.sort_unstable();
+    assert_eq!(all, [1, 2]);
+    let first = gathered.join().unwrap();
+    assert_eq!(first.on_this_host(), 3);
+    both.into_iter()
+        .chain([third])
+        .for_each(|t| t.join().unwrap());
+}
+
 /// A connection whose other end says what was recorded, and which keeps what it is told.
 struct Tape {
     says: std::io::Cursor<Vec<u8>>,
@@ -190,7 +380,7 @@ impl Write for Tape {
 fn a_recorded_introduction_is_not_taken_twice() {
     let token = Token::random().unwrap();
     // A caller and an answer that know the token, and what the caller says.
-    let listener = std::net::TcpListener::bind(loopback()).unwrap();
+    let listener = TcpListener::bind(loopback()).unwrap();
     let address = listener.local_addr().unwrap();
     let caller = std::thread::spawn({
         let token = token.clone();
@@ -262,7 +452,7 @@ fn who_waits_in_vain_says_for_what() {
         "{words}"
     );
     // One that is connected and silent, as the system reports it.
-    let listener = std::net::TcpListener::bind(loopback()).unwrap();
+    let listener = TcpListener::bind(loopback()).unwrap();
     let mut stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     stream.set_read_timeout(Some(soon)).unwrap();
     let error = stream.read_exact(&mut [0]).unwrap_err();

@@ -120,6 +120,16 @@ impl Children {
         let killed = all.iter().filter(by_signal).filter(|s| !s.is_put_down);
         killed.count()
     }
+    /// The system's numbers of those that others have killed by now, and how, without waiting for any.
+    pub fn killed_so_far(&self) -> Vec<(u32, String)> {
+        let mut all = self.lock();
+        let killed = all.iter_mut().filter_map(|s| {
+            let how = s.look().filter(|how| how.signal().is_some())?;
+            let is_lost = !s.is_put_down;
+            is_lost.then(|| (s.child.id(), format!("it {}", words(how).trim_end())))
+        });
+        killed.collect()
+    }
     fn end(&self, grace: Duration) -> Vec<String> {
         let until = Instant::now() + grace;
         let mut problems = Vec::new();

@@ -16,7 +16,7 @@ use crate::report::degrees::Degrees;
 use crate::{document, files, outputs, report};
 use ir::counted;
 use runtime::checkpoint::Rescued;
-use runtime::{RuntimeError, record};
+use runtime::record;
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
@@ -186,12 +186,12 @@ fn newest_whole(mut written: Vec<(PathBuf, u64)>) -> (Option<(PathBuf, u64)>, Ve
     (written.pop(), damaged)
 }
 
-/// Plans for what is left and goes on, which does not come back.
+/// Plans for what is left and goes on, which does not come back. `lost` says who was lost.
 pub fn go_on(
     args: &RunArgs,
     loaded: &Loaded,
     company: Company,
-    (lost, from): (RuntimeError, SoFar),
+    (lost, from): (String, SoFar),
 ) -> Failure {
     let is_asked_to_end = Arc::clone(&from.is_asked_to_end);
     match prepared(args, loaded, company, (&lost, from)) {
@@ -214,7 +214,7 @@ fn prepared(
     args: &RunArgs,
     loaded: &Loaded,
     company: Company,
-    (lost, from): (&RuntimeError, SoFar),
+    (lost, from): (&str, SoFar),
 ) -> Result<Command, Failure> {
     let began = Instant::now();
     crate::say(format_args!("lost: {lost}"));
@@ -267,7 +267,9 @@ fn prepared(
 
 /// Keeps what the ranks of a part of a run were doing, in words: of use when all is over, too.
 pub fn records_aside(args: &RunArgs, losses: u32) -> String {
-    let Some(folder) = &args.record else {
+    // Nobody asked for a folder that is not there, as where a run of threads goes on.
+    let is_there = |folder: &&PathBuf| !args.records_by_default || folder.is_dir();
+    let Some(folder) = args.record.as_ref().filter(is_there) else {
         return String::new();
     };
     match record::set_aside(folder, &format!("before-loss-{losses}")) {

@@ -87,11 +87,18 @@ const LAUNCHERS: [Variables; 4] = [
     },
 ];
 
-/// The launcher whose variables are set.
+/// The launcher whose variables are set. With `--mpi=pmi2` srun sets those of an MPI library's as well,
+/// with the same numbers as its own, which say more.
 fn launcher(env: &dyn Fn(&str) -> Option<String>) -> Option<&'static Variables> {
     let is_set = |name: &&str| env(name).is_some_and(|v| !v.is_empty());
     let of_launcher = |v: &&Variables| is_set(&v.index) && v.needs.iter().all(is_set);
-    LAUNCHERS.iter().find(of_launcher)
+    let found = LAUNCHERS.iter().find(of_launcher)?;
+    let srun = LAUNCHERS.iter().find(|v| v.by == "srun");
+    let is_its = |v: &&Variables| {
+        let same = [(found.index, v.index), (found.of[0], v.of[0])];
+        found.index == "PMI_RANK" && of_launcher(v) && same.iter().all(|(a, b)| env(a) == env(b))
+    };
+    Some(srun.filter(is_its).unwrap_or(found))
 }
 
 /// Whether a launcher started this process, be it the only one.
@@ -226,6 +233,22 @@ mod tests {
         ];
         let srun = of(&step).unwrap().unwrap();
         assert_eq!((srun.by, srun.is_local()), ("srun", false));
+        // A step with the variables of PMI-2, which say nothing of hosts.
+        let pmi = [
+            ("PMI_RANK", "1"),
+            ("PMI_SIZE", "2"),
+            ("SLURM_PROCID", "1"),
+            ("SLURM_STEP_NUM_TASKS", "2"),
+            ("SLURM_JOB_ID", "7"),
+            ("SLURM_STEP_NUM_NODES", "1"),
+            ("SLURM_STEP_ID", "1"),
+        ];
+        let pmi2 = of(&pmi).unwrap().unwrap();
+        assert_eq!((pmi2.by, pmi2.is_local()), ("srun", true));
+        // An mpirun of its own within a step has other numbers.
+        let within = [("PMI_RANK", "1"), ("PMI_SIZE", "8")];
+        let within = of(&[&within[..], &pmi[2..]].concat()).unwrap().unwrap();
+        assert_eq!((within.by, within.place.of), ("mpirun", 8));
         // The batch script itself is no process of a step.
         assert_eq!(of(&step[..4]).unwrap(), None);
     }

@@ -17,7 +17,7 @@ mod pickle;
 
 use super::manifest::Origin;
 use super::shard::{self, Written};
-use super::{Checkpoint, commit, problem};
+use super::{Checkpoint, Whole, commit, problem};
 use crate::error::RuntimeError;
 use crate::files::{self, Unfinished};
 use archive::Stretch;
@@ -252,7 +252,13 @@ impl Source {
             let open = |n: usize| self.open_chunk(&theirs(parts[n].0), F32.0, parts[n].1);
             shards.push(shard::copy(unfinished.path(), i, written, &open)?);
         }
-        let path = commit(folder, usize::MAX, &unfinished, origin, shards)?;
+        let path = commit(
+            folder,
+            (usize::MAX, &Whole::default()),
+            &unfinished,
+            origin,
+            shards,
+        )?;
         let others = metadata.tensors.keys().filter(|name| *name != STEP);
         let is_wanted = |name: &str| {
             name.strip_prefix(&prefix)

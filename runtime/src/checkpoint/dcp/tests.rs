@@ -39,7 +39,14 @@ fn checkpoint(folder: &Path) -> Checkpoint {
         shard::copy(unfinished.path(), i, parts, &|_| Ok(bytes)).unwrap()
     });
     let shards = shards.collect();
-    let path = commit(folder, 1, &unfinished, origin(30), shards).unwrap();
+    let path = commit(
+        folder,
+        (1, &Whole::default()),
+        &unfinished,
+        origin(30),
+        shards,
+    )
+    .unwrap();
     super::super::find(&path).unwrap().checkpoint
 }
 

@@ -68,6 +68,26 @@ impl Session {
         state: &ir::program::StateBuffer,
         bit: usize,
     ) -> Result<(), RuntimeError> {
+        self.change(rank, state, |part| part[bit / 8] ^= 1 << (bit % 8))
+    }
+    /// Makes a rank's part of a state of f32 NaN.
+    pub fn spoil(
+        &mut self,
+        rank: Rank,
+        state: &ir::program::StateBuffer,
+    ) -> Result<(), RuntimeError> {
+        let nan = f32::NAN.to_le_bytes();
+        self.change(rank, state, |part| {
+            let elements = part.chunks_exact_mut(nan.len());
+            elements.for_each(|element| element.copy_from_slice(&nan));
+        })
+    }
+    fn change(
+        &mut self,
+        rank: Rank,
+        state: &ir::program::StateBuffer,
+        change: impl FnOnce(&mut [u8]),
+    ) -> Result<(), RuntimeError> {
         let of: Vec<Member> = self
             .ranks
             .iter()
@@ -76,7 +96,7 @@ impl Session {
             .collect();
         let replies = self.ask(&of, |_| Request::Read(state.buffer))?;
         if let Some(Reply::Part(mut part)) = replies.into_iter().next() {
-            part[bit / 8] ^= 1 << (bit % 8);
+            change(&mut part);
             self.ask(&of, |_| Request::Write(state.buffer, part.clone()))?;
         }
         Ok(())

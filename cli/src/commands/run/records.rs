@@ -1,0 +1,281 @@
+//! The records of a run's ranks: where they are, when they stay, and what the run itself says by them when
+//! it fails.
+//!
+//! A run of several processes has them unasked, in a folder beside its output, as nobody asks for them
+//! before a rank hangs. Such a folder ends no run: where it cannot be written, there are none. It goes
+//! when the run has ended in order.
+
+use super::among::{Company, Setting};
+use crate::args::RunArgs;
+use crate::commands::doctor::{activity, names, when};
+use crate::failure::Failure;
+use crate::outputs;
+use crate::plan_file::Loaded;
+use ir::Rank;
+use runtime::RuntimeError;
+use runtime::record::{self, Doing, Fate, Seen, Verdict};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// Lost ranks whose places are said: more make no sentence that anybody reads.
+const MOST_LOST: usize = 2;
+/// Ranks that are named as waiting for one.
+const MOST_WAITING: usize = 4;
+
+/// The arguments of a run, with the folder of its records where nobody named one and it is of several
+/// processes, or an elastic one, which may have been.
+pub fn by_default(mut args: RunArgs, setting: &Setting) -> RunArgs {
+    let is_alone = matches!(setting, Setting::Alone) && !args.elastic;
+    // Beside a device there is no place for a folder.
+    let is_special = args.output.exists() && !args.output.is_file();
+    if args.record.is_some() || is_alone || is_special {
+        return args;
+    }
+    let folder = args.output.with_extension("records");
+    if folder != args.output {
+        args.record = Some(folder);
+        args.records_by_default = true;
+    }
+    args
+}
+
+/// The folder for the ranks of this process, and the plan's fingerprint. Threads of one process have none
+/// unasked, as they die together, and the writes cost some microseconds for each instruction.
+pub fn of_ranks(args: &RunArgs, loaded: &Loaded, is_alone: bool) -> Option<(PathBuf, String)> {
+    let folder = (args.record.clone()).filter(|_| !(args.records_by_default && is_alone));
+    folder.map(|folder| (folder, loaded.hash.clone()))
+}
+
+/// The folder that nobody asked for; what is in it goes with [`Unasked::end`]. One that is empty goes
+/// whatever happens, as when the processes did not come together.
+pub struct Unasked(PathBuf);
+
+impl Unasked {
+    /// Makes it for process 0, without what an earlier run left there. Says why not where it cannot be
+    /// made or written to, and has the run go on without.
+    pub fn begin(args: &mut RunArgs) -> Option<Self> {
+        let folder = args.record.clone().filter(|_| args.records_by_default)?;
+        let is_new = args.continued.is_none() && args.losses == 0;
+        if is_new {
+            record::remove(&folder);
+        }
+        let made = outputs::check_folder(&folder);
+        match made.and_then(|()| Ok(record::clear(&folder)?)) {
+            Ok(()) => Some(Unasked(folder)),
+            Err(failure) => {
+                crate::say(format_args!(
+                    "warning: no records of ranks, by which `meshwright doctor` says where a run hangs: {failure}"
+                ));
+                args.record = None;
+                None
+            }
+        }
+    }
+    /// Makes it for another process, where process 0 has not, as on a host that shares no folder with it.
+    pub fn begin_elsewhere(args: &RunArgs) -> Option<Self> {
+        let folder = args.record.clone().filter(|_| args.records_by_default)?;
+        match std::fs::create_dir(&folder) {
+            Ok(()) => Some(Unasked(folder)),
+            Err(_) => None,
+        }
+    }
+    /// Removes it with all that the run wrote there: it has ended in order.
+    pub fn end(self) {
+        record::remove(&self.0);
+    }
+}
+
+impl Drop for Unasked {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir(&self.0);
+    }
+}
+
+/// The words of an error that ended the steps, with where the ranks that it names were by their records,
+/// and who waited for them. Writes down beside the records what the run has found, for `doctor`.
+pub fn explained(
+    args: &RunArgs,
+    loaded: &Loaded,
+    (error, company): (&RuntimeError, Option<&Company>),
+) -> String {
+    let words = error.to_string();
+    let Some(folder) = &args.record else {
+        return words;
+    };
+    // A run of threads may have none.
+    let Ok(mut seen) = record::read(folder) else {
+        return words;
+    };
+    seen.retain(|s| s.plan == loaded.hash);
+    let doing = record::diagnose(&loaded.program, &seen).map(|d| d.ranks);
+    let mut doing = doing.unwrap_or_default();
+    doing
+        .values_mut()
+        .for_each(|doing| forget_absent(doing, &seen));
+    let found = found(error, (&seen, &doing), company);
+    let verdict = Verdict {
+        error: words.clone(),
+        found,
+    };
+    // The error is said all the same.
+    let _ = verdict.write(folder);
+    let named = match error {
+        RuntimeError::Gone { rank, .. } => Some(*rank),
+        _ => None,
+    };
+    match account((named, &verdict.found), (&seen, &doing)) {
+        Some(account) => format!("{words}. {account}"),
+        None => words,
+    }
+}
+
+/// Takes those for whom there is no record out of a wait: they may be on another host.
+fn forget_absent(doing: &mut Doing, seen: &[Seen]) {
+    if let Doing::Waiting { what, missing } = doing {
+        missing.retain(|r| seen.iter().any(|s| s.rank == *r));
+        if missing.is_empty() {
+            *doing = Doing::Working(std::mem::take(what));
+        }
+    }
+}
+
+/// The failure of a run whose steps ended with an error, explained by these words, with the way to learn
+/// more.
+pub fn failure(args: &RunArgs, error: RuntimeError, words: String) -> Failure {
+    let there = args.record.as_ref().filter(|f| record::read(f).is_ok());
+    let doctor = there.map(|folder| {
+        let (plan, folder) = (args.plan.display(), folder.display());
+        format!("`meshwright doctor {plan} {folder}` says where each rank was")
+    });
+    let is_watchdog = error.is_watchdog();
+    let is_loss = matches!(error, RuntimeError::Gone { .. });
+    let failure = Failure::from(error);
+    let failure = match words == failure.to_string() {
+        true => failure,
+        false => failure.saying(words),
+    };
+    match doctor {
+        Some(doctor) if is_loss => failure.help(format!(
+            "its own message, where it wrote one, is above; {doctor}; with --checkpoint DIR, --resume DIR goes on from the newest checkpoint, for --steps further steps"
+        )),
+        Some(doctor) if is_watchdog => failure.help(format!(
+            "on a busy machine give ranks longer with --time-out SECONDS; {doctor}"
+        )),
+        _ => failure,
+    }
+}
+
+/// Writes down, for a process that is left without process 0, that this is lost.
+pub fn without_first(folder: Option<&Path>, error: &RuntimeError) {
+    let is_of_first = matches!(error, RuntimeError::Gone { process: 0, .. });
+    let Some(folder) = folder.filter(|_| is_of_first) else {
+        return;
+    };
+    // Process 0 knows better, where it could still say so.
+    if Verdict::read(folder).is_none() {
+        let seen = record::read(folder).unwrap_or_default();
+        let verdict = Verdict {
+            error: error.to_string(),
+            found: found(error, (&seen, &BTreeMap::new()), None),
+        };
+        let _ = verdict.write(folder);
+    }
+}
+
+/// The ranks that an error names, with those of their processes and of others that were killed.
+fn found(
+    error: &RuntimeError,
+    (seen, doing): (&[Seen], &BTreeMap<Rank, Doing>),
+    company: Option<&Company>,
+) -> BTreeMap<Rank, Fate> {
+    let mut found = BTreeMap::new();
+    match error {
+        RuntimeError::Gone {
+            rank,
+            pid,
+            host,
+            how,
+            ..
+        } => {
+            found.insert(*rank, Fate::Lost(how.clone()));
+            let children = company.and_then(|c| c.children.as_ref());
+            let own = record::host();
+            let killed = children.map_or_else(Vec::new, |c| c.killed_so_far());
+            let killed = killed.into_iter().map(|(pid, how)| (pid, own.clone(), how));
+            for (pid, host, how) in [(*pid, host.clone(), how.clone())]
+                .into_iter()
+                .chain(killed)
+            {
+                let of_process = seen.iter().filter(|s| s.pid == pid && s.host == host);
+                for s in of_process {
+                    found
+                        .entry(s.rank)
+                        .or_insert_with(|| Fate::Lost(how.clone()));
+                }
+            }
+        }
+        RuntimeError::Watchdog {
+            rank,
+            waiting_for,
+            seconds,
+            ..
+        } => {
+            let (by, seconds) = (*rank, *seconds);
+            // Whoever waits, too, is held up by others.
+            let waits = |r: &Rank| matches!(doing.get(r), Some(Doing::Waiting { .. }));
+            let missed = waiting_for.iter().filter(|r| !waits(r));
+            found.extend(missed.map(|r| (*r, Fate::Missed { by, seconds })));
+        }
+        RuntimeError::Instruction { source, .. } if error.is_watchdog() => {
+            return self::found(source, (seen, doing), company);
+        }
+        RuntimeError::Instruction { rank, .. } | RuntimeError::Panic { rank, .. } => {
+            found.insert(*rank, Fate::Failed);
+        }
+        _ => {}
+    }
+    found
+}
+
+/// Where ranks that were lost or missed had come to, and who waited for them, in words; nothing where no
+/// record says so.
+fn account(
+    (named, found): (Option<Rank>, &BTreeMap<Rank, Fate>),
+    (seen, doing): (&[Seen], &BTreeMap<Rank, Doing>),
+) -> Option<String> {
+    let of = |rank: Rank| seen.iter().find(|s| s.rank == rank);
+    let sentence = |(&rank, fate): (&Rank, &Fate)| {
+        let (seen, own) = (of(rank)?, doing.get(&rank)?);
+        let waiting = doing.iter().filter_map(|(&other, doing)| match doing {
+            Doing::Waiting { what, missing } => {
+                let is_one = !found.contains_key(&other) && missing.contains(&rank);
+                is_one.then_some((other, what))
+            }
+            _ => None,
+        });
+        let waiting: Vec<(Rank, &String)> = waiting.collect();
+        // One that came late, after others had given it up, is where they are by now.
+        let is_told = match fate {
+            Fate::Lost(_) => true,
+            Fate::Missed { .. } => !waiting.is_empty(),
+            Fate::Failed => false,
+        };
+        let who = match waiting.len() {
+            n if n > MOST_WAITING => format!("{n} ranks"),
+            _ => names(waiting.iter().map(|(other, _)| *other)),
+        };
+        let waited = match &waiting[..] {
+            [] => String::new(),
+            [(_, what)] => format!("; {who} waited for it in {what}"),
+            [(first, what), ..] => format!("; {who} waited for it, {first} in {what}"),
+        };
+        let place = format!("{rank}{} {}{waited}", when(seen), activity(own));
+        is_told.then_some(place)
+    };
+    // Whom the error names comes first.
+    let is_named = |rank: &Rank| named == Some(*rank);
+    let (first, others): (Vec<_>, Vec<_>) = found.iter().partition(|(rank, _)| is_named(rank));
+    let told = first.into_iter().chain(others).filter_map(sentence);
+    let all: Vec<String> = told.take(MOST_LOST).collect();
+    (!all.is_empty()).then(|| all.join(". "))
+}
