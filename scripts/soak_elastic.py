@@ -97,6 +97,7 @@ def main():
 
     while sum(kinds.values()) < args.kills and not ends and time.time() - began < args.seconds:
         shutil.rmtree(folder / "state", ignore_errors=True)
+        shutil.rmtree(folder / "run.records", ignore_errors=True)
         for old in [*folder.glob("run.*"), *folder.glob("metrics.*")]:
             old.unlink()
         seen["runs"] += 1
@@ -160,6 +161,9 @@ def main():
         steps = [json.loads(row)["step"] for row in metrics()]
         seen["twice"] += len(steps) - len(set(steps))
         seen["missing"] += STEPS - len(set(steps))
+        if (folder / "run.records").exists():
+            seen["litter"] += 1
+            trouble.append(f"records stay: {sorted(os.listdir(folder / 'run.records'))}; {words[-900:]}")
         names = os.listdir(folder / "state")
         seen["litter"] += sum(n.startswith(".") or n == "left-by-ranks" for n in names)
     n = sum(kinds.values())

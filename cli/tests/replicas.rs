@@ -111,8 +111,8 @@ fn a_bit_that_turns_in_the_memory_of_a_process_ends_the_run() {
     let small = ["--lr", "1e-30"];
     let begin = ["--steps", "1", "--checkpoint", "state", "-o", "begun.json"];
     place.run(&[&RUN[..], &begin, &small].concat()).expect(0);
-    let newest = place.names_in("state").into_iter();
-    let newest = newest.filter(|n| n.contains("-step-")).next_back().unwrap();
+    let mut newest = place.names_in("state").into_iter();
+    let newest = newest.rfind(|n| n.contains("-step-")).unwrap();
     let needle = needle(&place.read(&format!("state/{newest}/rank-0.safetensors")));
     let looks = ["--resume", "state", "--check-replicas", "2"];
     let run = Two::start(&place, &[&small[..], &looks].concat());

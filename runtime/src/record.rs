@@ -4,8 +4,8 @@
 //! Beside them the run writes its own finding, where it failed: the system tells it who died of what,
 //! which no record does, and after its end all processes are gone alike.
 //!
-//! A rank writes where it is in its script before and after each instruction, 40 bytes in place: the
-//! system keeps what was written when the process is killed. There is no history, because there
+//! A rank writes where it is in its script before each instruction and after the last, 40 bytes in place:
+//! the system keeps what was written when the process is killed. There is no history, because there
 //! need be none: the program is static, so where a rank is says all that it did, and which calls
 //! each of the others must have come to.
 
@@ -91,20 +91,19 @@ impl Record {
         self.step = step;
         self.write(0);
     }
-    /// The next instruction begins.
+    /// The next instruction begins, and all before it are done.
     pub(crate) fn begin(&mut self) {
         let done = self.begun;
         self.begun += 1;
         self.write(done);
     }
-    /// It is done.
-    pub(crate) fn done(&mut self) {
-        self.write(self.begun);
-    }
-    /// It is done, and so are as many others that began with it.
-    pub(crate) fn done_with(&mut self, others: usize) {
+    /// As many others began with it, and are done with it.
+    pub(crate) fn with(&mut self, others: usize) {
         self.begun += others as u64;
-        self.done();
+    }
+    /// All of the script is done.
+    pub(crate) fn rests(&mut self) {
+        self.write(self.begun);
     }
     fn write(&self, done: u64) {
         let now = SystemTime::now().duration_since(UNIX_EPOCH);

@@ -74,6 +74,8 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     check_task(args, loaded.plan.train.task)?;
     elastic::check(args, &loaded)?;
     if let Standing::Done = journal::go_on(args, &setting, &loaded)? {
+        // The process that did what was left may have been killed before it took them away.
+        records::forget(args);
         return Ok(());
     }
     if let Some(path) = &args.weights {

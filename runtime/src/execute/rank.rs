@@ -340,6 +340,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
             }
             None => self.play_list(play, &mut spans, &mut watch)?,
         }
+        self.record.iter_mut().for_each(Record::rests);
         self.fabric.settle(&mut self.device)?;
         self.device.finish()?;
         let timings = spans.map(|s| self.timings(&s)).transpose()?;
@@ -415,7 +416,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
                     together
                         .iter()
                         .for_each(|s| self.standing.after(s, play.step));
-                    self.record.iter_mut().for_each(|r| r.done_with(n));
+                    self.record.iter_mut().for_each(|r| r.with(n));
                     watch.played += 1 + n;
                     rest = &others[n..];
                     continue;
@@ -425,7 +426,6 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
                 self.record.iter_mut().for_each(Record::begin);
                 self.play_step(role, step, play, &mut events)
                     .map_err(|source| self.failed(step, source))?;
-                self.record.iter_mut().for_each(Record::done);
                 let ended = tick(&mut self.device, step.stream)?;
                 if let (Some(all), Some(began), Some(ended)) = (&mut *spans, began, ended) {
                     all.push((step.template, Some(step.instruction), [began, ended]));

@@ -85,6 +85,13 @@ impl Unasked {
     }
 }
 
+/// Removes the records that nobody asked for, of a run that is done.
+pub fn forget(args: &RunArgs) {
+    if let Some(folder) = args.record.as_ref().filter(|_| args.records_by_default) {
+        record::remove(folder);
+    }
+}
+
 impl Drop for Unasked {
     fn drop(&mut self) {
         let _ = std::fs::remove_dir(&self.0);
