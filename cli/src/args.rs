@@ -735,7 +735,7 @@ pub struct RunArgs {
     /// order [default: run.records for run.json; none where all ranks are threads of one process].
     #[arg(long, value_name = "DIR")]
     pub record: Option<PathBuf>,
-    /// Whether nobody asked for that folder.
+    /// Nobody asked for that folder.
     #[arg(skip)]
     pub records_by_default: bool,
     /// Have ranks in processes that this one starts on its host: one each, or so many in all.

@@ -286,7 +286,7 @@ impl From<runtime::RuntimeError> for Failure {
                 "a bit was turned since the last comparison, by a memory or a processor of that rank: go on, without it, from a checkpoint of before with --resume",
             ),
             Gone { .. } => Some(
-                "its own message, where it wrote one, is above; `meshwright doctor PLAN run.records` says where each rank was; with --checkpoint DIR, --resume DIR goes on from the newest checkpoint, for --steps further steps",
+                "its own message, where it wrote one, is above; `meshwright doctor PLAN RECORDS` says where each rank was, where there are records; with --checkpoint DIR, --resume DIR goes on from the newest checkpoint, for --steps further steps",
             ),
             NoDevice { way_out, .. } => return Failure::new(exit, &e).help(way_out.clone()),
             Device { .. } | Aborted { .. } | Ended(_) | EndedByFirst(_) => None,

@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 /// How far apart two interrupts are at least.
-const SAME: Duration = Duration::from_millis(500);
+pub const SAME: Duration = Duration::from_millis(500);
 
 /// Has SIGUSR1, by which Slurm and others say that the time is nearly over, set the flag too.
 pub fn sets_at_usr1(flag: &Arc<AtomicBool>) -> Result<(), Failure> {

@@ -124,6 +124,46 @@ fn kills_at_any_operation_of_a_checkpoint_lose_no_whole_one() {
     assert!(shards(&place, "state") == shards(&place, "whole"));
 }
 
+/// The same of an elastic run, its journal and what its ranks leave behind included: whatever a process
+/// was doing when it was killed, the run goes on by itself or by the same command, and is done.
+#[test]
+fn kills_at_any_operation_of_an_elastic_run_end_in_a_run_that_is_done() {
+    let place = Place::new();
+    let compile = ["compile", "config.json", "--cluster", "cpu-default"];
+    let pins = ["--ranks", "2", "--global-batch", "2", "--pin", "data=2"];
+    let zero = ["--pin", "zero=0"];
+    place.run(&[&compile[..], &pins, &zero].concat()).expect(0);
+    let library = faults(&place);
+    let more = ["--steps", "6", "--processes", "--elastic"];
+    let state = ["--checkpoint", "state", "--checkpoint-every", "2"];
+    let args = [&more[..], &state].concat();
+    let (mut at, mut kills) = (1, 0);
+    loop {
+        let output = faulty(&place, &library, at, None, &args);
+        let words = support::flat(&said(&output));
+        let is_killed = output.status.signal() == Some(9);
+        let code = output.status.code();
+        assert!(is_killed || matches!(code, Some(0 | 6)), "{at}: {words}");
+        let is_undisturbed = code == Some(0) && !words.contains("lost: ");
+        let again = run(&place, &args).expect(0);
+        assert_eq!(newest_step(&place), 6, "{at}: {words}");
+        assert_eq!(leftovers(&place), [""; 0], "{at}: {words}");
+        assert!(!place.exists("state/left-by-ranks"), "{at}: {words}");
+        assert!(!place.exists("run.records"), "{at}: {words}");
+        run(&place, &args)
+            .expect(0)
+            .says(&["nothing is left to do"]);
+        if is_undisturbed {
+            again.says(&["nothing is left to do"]);
+            break;
+        }
+        kills += 1;
+        at += stride();
+        std::fs::remove_dir_all(place.path("state")).unwrap();
+    }
+    assert!(kills >= 5, "{kills} kills");
+}
+
 /// A disk that is full, or fails, from any operation on: the run goes on to its end, says which
 /// checkpoints it could not write, and leaves nothing half-written.
 #[test]

@@ -1033,14 +1033,21 @@ fn a_run_that_ends_well_leaves_no_records() {
     // Nor does one whose processes do not come together.
     place.run(&run(&["--processes=5"])).expect(2);
     assert!(!place.exists("run.records"));
-    // Those of an earlier run, and somebody else's file.
+    // Those of an earlier run, and somebody else's files, one of them of TensorFlow's.
     std::fs::create_dir(place.path("run.records")).unwrap();
-    place.write("run.records/rank-9.record", "nonsense");
-    place.write("run.records/notes.txt", "mine");
+    place.write(
+        "run.records/rank-9.record",
+        b"mshrec\0\x01 of a build before",
+    );
+    place.write("run.records/rank-8.record", "nonsense");
+    place.write("run.records/train.record", "mine");
     place
         .run(&run(&[&few[..], &["--processes=2"]].concat()))
         .expect(0);
-    assert_eq!(place.names_in("run.records"), ["notes.txt"]);
+    assert_eq!(
+        place.names_in("run.records"),
+        ["rank-8.record", "train.record"]
+    );
     std::fs::remove_dir_all(place.path("run.records")).unwrap();
     // No folder can be made where a file is.
     place.write("run.records", "a file");

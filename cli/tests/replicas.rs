@@ -1,4 +1,4 @@
-//! Whether ranks that keep the same states have the same bits of them, by `--check-replicas`.
+//! Ranks that keep the same states have the same bits of them, or `--check-replicas` says so.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used)]
 
@@ -118,6 +118,11 @@ fn a_bit_that_turns_in_the_memory_of_a_process_ends_the_run() {
     let run = Two::start(&place, &[&small[..], &looks].concat());
     let second = run.second;
     run.signal("-STOP", &[second]);
+    // It goes on until it has heard of it.
+    let state = || std::fs::read_to_string(format!("/proc/{second}/status")).unwrap();
+    while !state().lines().any(|l| l.starts_with("State:\tT")) {
+        std::thread::sleep(std::time::Duration::from_millis(2));
+    }
     let turned = turn(second, &needle);
     run.signal("-CONT", &[second]);
     match turned {

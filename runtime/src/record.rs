@@ -16,7 +16,7 @@ use ir::program::Program;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, OpenOptions};
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -30,8 +30,8 @@ const LEN: usize = 152;
 const ENDING: &str = "record";
 /// The file of what the run itself found.
 const VERDICT: &str = "verdict.json";
-/// The beginnings of the names of folders with the records of a part of a run.
-const ASIDE: &str = "before-";
+/// The beginning of the name of a folder with the records of an earlier run.
+const BEFORE: &str = "before-run-";
 /// Characters of a host's name that have a place.
 const LONGEST_HOST: usize = 47;
 
@@ -172,13 +172,55 @@ pub fn set_aside(folder: &Path, name: &str) -> Result<PathBuf, RuntimeError> {
     Ok(aside)
 }
 
+/// Whether a file has the name of a record.
 fn is_record(path: &Path) -> bool {
-    path.extension().is_some_and(|e| e == ENDING)
+    let name = path.file_name().and_then(|n| n.to_str());
+    let rank = name.and_then(|n| {
+        n.strip_prefix("rank-")?
+            .strip_suffix(ENDING)?
+            .strip_suffix('.')
+    });
+    rank.is_some_and(|rank| rank.parse::<u32>().is_ok())
 }
 
-/// Says whether a file is a record or the finding of a run.
+/// Whether a file is a record or the finding of a run, by its content: others may have the same names.
 fn is_of_run(path: &Path) -> bool {
-    is_record(path) || path.file_name().is_some_and(|name| name == VERDICT)
+    let name = path
+        .file_name()
+        .and_then(|n| n.to_str())
+        .unwrap_or_default();
+    if is_record(path) {
+        let mut head = [0; MAGIC.len()];
+        let read = File::open(path).and_then(|mut file| file.read_exact(&mut head));
+        // Of any version.
+        let n = MAGIC.len() - 1;
+        return read.is_ok() && head[..n] == MAGIC[..n];
+    }
+    let fresh = name
+        .strip_prefix("verdict-")
+        .and_then(|n| n.strip_suffix(".new"));
+    let is_fresh = fresh.is_some_and(|pid| pid.parse::<u32>().is_ok());
+    is_fresh || name == VERDICT && Verdict::at(path).is_some()
+}
+
+/// Whether a folder has the records of a part of a run, or of one before it, by its name.
+fn is_aside(name: &str) -> bool {
+    let is_number = |n: &str| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit());
+    let of_part = name.strip_prefix("before-loss-");
+    let of_run = name.strip_prefix(BEFORE);
+    let are_numbers = |n: &str| n.split('-').all(is_number);
+    of_part.is_some_and(is_number) || of_run.is_some_and(are_numbers)
+}
+
+/// Takes the records of an earlier run, and its finding, out of the way: one that has failed is put into a
+/// folder inside of theirs, as a launcher may have started the next one at once. All others are removed.
+pub fn make_way(folder: &Path) -> Result<(), RuntimeError> {
+    if Verdict::read(folder).is_some() {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        let now = now.map_or(0, |t| t.as_secs());
+        set_aside(folder, &format!("{BEFORE}{now}-{}", std::process::id()))?;
+    }
+    clear(folder)
 }
 
 /// Removes the records of an earlier run, and its finding, from a folder.
@@ -201,7 +243,7 @@ pub fn clear(folder: &Path) -> Result<(), RuntimeError> {
 pub fn remove(folder: &Path) {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     for entry in entries {
-        let is_aside = entry.file_name().to_string_lossy().starts_with(ASIDE);
+        let is_aside = is_aside(&entry.file_name().to_string_lossy());
         // Links are not followed.
         if is_aside && entry.file_type().is_ok_and(|t| t.is_dir()) {
             let _ = clear(&entry.path());
@@ -253,8 +295,10 @@ impl Verdict {
     }
     /// Reads that of a folder; none where there is none, or it cannot be read.
     pub fn read(folder: &Path) -> Option<Self> {
-        let text = std::fs::read(folder.join(VERDICT)).ok()?;
-        serde_json::from_slice(&text).ok()
+        Self::at(&folder.join(VERDICT))
+    }
+    fn at(path: &Path) -> Option<Self> {
+        serde_json::from_slice(&std::fs::read(path).ok()?).ok()
     }
 }
 

@@ -5,7 +5,8 @@
 //! none works longer. So it is where something else keeps the processors busy, in pieces too short to
 //! show in the work of most steps: then ranks stand in line for a processor longer, which the system
 //! tells apart. Medians over a window of steps are compared, so that a hiccup is none, a window lasts
-//! for a while where steps are short, and a verdict needs two windows in a row. That all are slow alike is nobody's fault and says nothing.
+//! for a while where steps are short, and a verdict needs two windows in a row. That all are slow
+//! alike is nobody's fault and says nothing.
 
 use ir::Rank;
 use serde::{Deserialize, Serialize};
@@ -14,6 +15,8 @@ use std::collections::BTreeSet;
 /// Steps that are looked at together: as many, and for as long.
 const WINDOW: usize = 20;
 const WINDOW_S: f64 = 1.0;
+/// The most that are, however short they are.
+const LONGEST_WINDOW: usize = 10_000;
 /// Windows at the beginning that say nothing: caches are cold, and memory is touched for the first
 /// time.
 const WARM_UP: usize = 1;
@@ -44,7 +47,7 @@ pub enum Finding {
         rank: Rank,
         /// How many times as long.
         times: f64,
-        /// Whether most of that is standing in line for processors that are busy with something else.
+        /// Most of that is standing in line for processors that are busy with something else.
         is_host_busy: bool,
     },
     /// It does so no more.
@@ -72,6 +75,8 @@ pub struct Stragglers {
     /// Rank and role, in the order in which times come.
     ranks: Vec<(Rank, usize)>,
     steps: Vec<Vec<Spent>>,
+    /// Seconds of these, each as long as the rank that took longest.
+    seconds: f64,
     windows: usize,
     /// The medians of the first window that counts.
     first: Option<Vec<Spent>>,
@@ -98,6 +103,7 @@ impl Stragglers {
         Stragglers {
             ranks: ranks.into_iter().collect(),
             steps: Vec::new(),
+            seconds: 0.0,
             windows: 0,
             first: None,
             first_in_line_s: (Vec::new(), 0.0),
@@ -114,11 +120,15 @@ impl Stragglers {
             return Vec::new();
         }
         self.steps.push(spent.to_vec());
-        let longest = |s: &Vec<Spent>| s.iter().map(|s| s.work_s + s.wait_s).fold(0.0, f64::max);
-        let is_short = || self.steps.iter().map(longest).sum::<f64>() < WINDOW_S;
-        if self.steps.len() < WINDOW || is_short() {
+        self.seconds += spent
+            .iter()
+            .map(|s| s.work_s + s.wait_s)
+            .fold(0.0, f64::max);
+        let n = self.steps.len();
+        if n < WINDOW || self.seconds < WINDOW_S && n < LONGEST_WINDOW {
             return Vec::new();
         }
+        self.seconds = 0.0;
         let steps = std::mem::take(&mut self.steps);
         self.windows += 1;
         if self.windows <= WARM_UP {

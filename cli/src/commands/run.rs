@@ -282,11 +282,11 @@ fn serve(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<(), Failu
         })?;
     }
     let chosen = fabric::chosen(args, loaded, setting)?;
+    let unasked = Unasked::begin_elsewhere(args);
     let Some(company) = among::gather(setting, args, (loaded, &chosen))? else {
         let what = "a process with a number above 0 is not alone";
         return Err(Failure::new(Exit::Internal, what));
     };
-    let unasked = Unasked::begin_elsewhere(args);
     // Process 0 ends the run, and with it this process.
     interrupt::leave_to_others()?;
     let spec = &loaded.plan.train;

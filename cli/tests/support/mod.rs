@@ -2,6 +2,7 @@
 
 #![allow(dead_code, clippy::unwrap_used)] // Each test binary uses a part of it; a test may stop where it likes.
 
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -273,8 +274,20 @@ impl Two {
         assert!(sent.unwrap().success());
     }
     /// Its output, once it has ended by itself and nobody is left of it.
-    pub fn ended(self, place: &Place) -> Output {
-        let output = self.first.wait_with_output().unwrap();
+    pub fn ended(mut self, place: &Place) -> Output {
+        let mut words = self.first.stdout.take().unwrap();
+        let reader = std::thread::spawn(move || {
+            let mut all = Vec::new();
+            words.read_to_end(&mut all).map(|_| all)
+        });
+        let mut stderr = Vec::new();
+        let mut said_there = self.first.stderr.take().unwrap();
+        said_there.read_to_end(&mut stderr).unwrap();
+        let output = Output {
+            stdout: reader.join().unwrap().unwrap(),
+            stderr,
+            status: self.first.wait().unwrap(),
+        };
         let began = Instant::now();
         while !processes_of(place, "two.json").is_empty() {
             let is_long = began.elapsed() > Duration::from_secs(30);
@@ -282,6 +295,14 @@ impl Two {
             std::thread::sleep(Duration::from_millis(20));
         }
         output
+    }
+}
+
+impl Drop for Two {
+    /// A test that fails leaves nobody.
+    fn drop(&mut self) {
+        let _ = self.first.kill();
+        let _ = self.first.wait();
     }
 }
 

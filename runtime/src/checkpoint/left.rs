@@ -76,6 +76,11 @@ pub fn is_left(folder: &Path) -> bool {
     folder.join(NAME).is_dir()
 }
 
+/// Removes what ranks of an earlier run left in a folder of checkpoints.
+pub fn forget(folder: &Path) {
+    let _ = std::fs::remove_dir_all(folder.join(NAME));
+}
+
 /// Makes a checkpoint of what ranks of `run` left in a folder of checkpoints, of which the newest `kept`
 /// stay. What was left is gone then. Nothing where nothing was left.
 ///

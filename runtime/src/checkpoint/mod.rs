@@ -14,9 +14,9 @@
 //!
 //! Nothing is replaced by a write. Files are written through to the disk in a folder beside and
 //! read again, then the manifest, then the folder gets its name, one number above the newest; only
-//! then old checkpoints go, all but the [newest two](KEPT) that are whole. That can be done [in the background](Background),
-//! from copies of the states. A run goes on from the newest that is what its
-//! manifest says; nothing else points at it.
+//! then old checkpoints go, all but the [newest two](KEPT) that are whole. That can be done
+//! [in the background](Background), from copies of the states. A run goes on from the newest that is
+//! what its manifest says; nothing else points at it.
 
 mod background;
 pub mod dcp;
@@ -27,7 +27,7 @@ mod shard;
 mod share;
 
 pub use background::{Background, Ended};
-pub use left::{Leaving, is_left, salvage};
+pub use left::{Leaving, forget, is_left, salvage};
 pub use manifest::{Origin, restamped};
 pub(crate) use retention::Whole;
 use retention::{prune, remove};

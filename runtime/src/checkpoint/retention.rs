@@ -2,34 +2,35 @@
 
 use super::numbered;
 use crate::files::Unfinished;
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The checkpoints that this process has seen to be whole: those that it wrote, as they were read
-/// again, and those that it has verified.
+/// The checkpoints of which this process knows whether they are whole: those that it wrote are, as they
+/// were read again, and others are verified once.
 #[derive(Clone, Debug, Default)]
-pub struct Whole(Arc<Mutex<BTreeSet<PathBuf>>>);
+pub struct Whole(Arc<Mutex<BTreeMap<PathBuf, bool>>>);
 
 impl Whole {
     /// Notes one that is whole.
     pub(crate) fn add(&self, path: &Path) {
-        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        known.insert(path.to_path_buf());
+        self.note(path, true);
     }
-    /// Whether a checkpoint is whole: one that is not known to be is read.
+    /// Looks whether a checkpoint is whole: one of which that is not known is read.
     fn has(&self, path: &Path) -> bool {
         let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if known.contains(path) {
-            return true;
+        if let Some(is_whole) = known.get(path) {
+            return *is_whole;
         }
         // Reading takes long.
         drop(known);
         let is_whole = super::verify(path).is_ok();
-        if is_whole {
-            self.add(path);
-        }
+        self.note(path, is_whole);
         is_whole
+    }
+    fn note(&self, path: &Path, is_whole: bool) {
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        known.insert(path.to_path_buf(), is_whole);
     }
 }
 

@@ -396,6 +396,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
             let slot_began = tick(&mut self.device, FIRST)?;
             let mut rest = slot.as_slice();
             while let Some((step, others)) = rest.split_first() {
+                self.fabric.host_works();
                 // Measured and looked at is each by itself.
                 let at_once = !profile && !watch.looks;
                 let has_chains = at_once && self.device.chains();

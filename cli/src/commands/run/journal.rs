@@ -164,6 +164,7 @@ impl Journal {
             run: drawn()?,
             losses: 0,
         };
+        runtime::checkpoint::forget(folder);
         journal.write(folder)?;
         Ok(Some(journal.run))
     }

@@ -5,6 +5,7 @@ use super::among::Setting;
 use super::journal::Journal;
 use crate::args::RunArgs;
 use crate::failure::{Exit, Failure};
+use crate::interrupt::SAME;
 use rustix::process::{Pid, Signal};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGTSTP, SIGUSR1};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -15,8 +16,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 const LOOK: Duration = Duration::from_millis(20);
-/// Requests within this time are one: some who end a run send several.
-const ONE_REQUEST: Duration = Duration::from_millis(500);
 /// How long those that process 0 started have to end after it, before they are killed.
 const GRACE: Duration = Duration::from_secs(3);
 
@@ -145,7 +144,7 @@ fn wait(
                     asked = Some(Instant::now());
                     let _ = rustix::process::kill_process(pid, Signal::USR1);
                 }
-                Some(first) if first.elapsed() > ONE_REQUEST => {
+                Some(first) if first.elapsed() > SAME => {
                     crate::say(format_args!(
                         "ended at once; the same command goes on from the newest checkpoint"
                     ));

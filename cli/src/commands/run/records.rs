@@ -55,12 +55,8 @@ impl Unasked {
     /// made or written to, and has the run go on without.
     pub fn begin(args: &mut RunArgs) -> Option<Self> {
         let folder = args.record.clone().filter(|_| args.records_by_default)?;
-        let is_new = args.continued.is_none() && args.losses == 0;
-        if is_new {
-            record::remove(&folder);
-        }
         let made = outputs::check_folder(&folder);
-        match made.and_then(|()| Ok(record::clear(&folder)?)) {
+        match made.and_then(|()| Ok(record::make_way(&folder)?)) {
             Ok(()) => Some(Unasked(folder)),
             Err(failure) => {
                 crate::say(format_args!(
@@ -72,12 +68,13 @@ impl Unasked {
         }
     }
     /// Makes it for another process, where process 0 has not, as on a host that shares no folder with it.
+    /// That is to be before the processes have come together: no rank of the run writes by then.
     pub fn begin_elsewhere(args: &RunArgs) -> Option<Self> {
         let folder = args.record.clone().filter(|_| args.records_by_default)?;
-        match std::fs::create_dir(&folder) {
-            Ok(()) => Some(Unasked(folder)),
-            Err(_) => None,
-        }
+        let is_made = std::fs::create_dir(&folder).is_ok();
+        // What cannot be taken out of the way stays.
+        let _ = record::make_way(&folder);
+        is_made.then(|| Unasked(folder))
     }
     /// Removes it with all that the run wrote there: it has ended in order.
     pub fn end(self) {

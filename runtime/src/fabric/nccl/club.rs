@@ -195,8 +195,7 @@ fn watch(club: &Weak<Club>) {
             .find(|(_, _, pulse)| pulse.is_missed(patience));
         if let Some((rank, ..)) = lost.filter(|_| !club.world.has_failed()) {
             let seconds = patience.as_secs();
-            let reason =
-                format!("its host has not come back from the GPU's driver for {seconds} s");
+            let reason = format!("its host has not been seen at work for {seconds} s");
             club.world.abort(*rank, &reason);
         }
         if club.world.has_failed() {

@@ -229,7 +229,7 @@ fn a_host_that_is_not_seen_ends_the_run() {
         .expect_err("the run has failed")
         .to_string();
     assert!(
-        error.contains("rank0") && error.contains("has not come back from the GPU's driver"),
+        error.contains("rank0") && error.contains("has not been seen at work"),
         "{error}"
     );
 }
