@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use support::{CONFIG, Place, assert_no_panic, said};
+use support::{CONFIG, Place, assert_no_panic, processes_of, said};
 
 const RUN: [&str; 4] = ["run", "plan.json", "--data", "text.txt"];
 
@@ -62,20 +62,6 @@ fn newest(place: &Place, folder: &str) -> (String, Vec<(String, Vec<u8>)>) {
         .collect();
     files.sort();
     (name, files)
-}
-
-/// Processes in this place of the run with this output name: those that it started, and itself.
-fn processes_of(place: &Place, output: &str) -> Vec<u32> {
-    let own = place.path(".").canonicalize().unwrap();
-    let all = std::fs::read_dir("/proc").unwrap().flatten();
-    let ids = all.filter_map(|e| e.file_name().to_str()?.parse::<u32>().ok());
-    let is_one = |id: &u32| {
-        let line = std::fs::read(format!("/proc/{id}/cmdline")).unwrap_or_default();
-        let line = String::from_utf8_lossy(&line).into_owned();
-        let here = std::fs::read_link(format!("/proc/{id}/cwd")).is_ok_and(|cwd| cwd == own);
-        here && line.contains("meshwright") && line.split('\0').any(|word| word == output)
-    };
-    ids.filter(is_one).collect()
 }
 
 fn wait_for_none(place: &Place, output: &str) {

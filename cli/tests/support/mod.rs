@@ -315,7 +315,7 @@ pub fn processes_of(place: &Place, output: &str) -> Vec<u32> {
         let line = std::fs::read(format!("/proc/{id}/cmdline")).unwrap_or_default();
         let line = String::from_utf8_lossy(&line).into_owned();
         let here = std::fs::read_link(format!("/proc/{id}/cwd")).is_ok_and(|cwd| cwd == own);
-        here && line.split('\0').any(|word| word == output)
+        here && line.contains("meshwright") && line.split('\0').any(|word| word == output)
     };
     ids.filter(is_one).collect()
 }
