@@ -357,8 +357,30 @@ fn with_room(
     let close = intervals(program, template);
     let kept = kept_until_awaited(program, template, &meetings, close);
     let early = early_results(program, template, &meetings, kept.clone());
-    let fits = |intervals| Some(first_fit(intervals, base)).filter(|p| end_of(p) <= budget);
+    // What is more than the budget at some moment needs no places to be known too large.
+    let may_fit = |all: &Vec<Interval>| base.saturating_add(most_at_once(all)) <= budget;
+    let fits = |intervals: Vec<Interval>| {
+        let placed = may_fit(&intervals).then(|| first_fit(intervals, base))?;
+        Some(placed).filter(|p| end_of(p) <= budget)
+    };
     fits(early).or_else(|| fits(kept))
+}
+
+/// The most bytes that live at one moment: no placement needs fewer.
+fn most_at_once(intervals: &[Interval]) -> u64 {
+    let last = intervals.iter().map(|i| i.last).max().unwrap_or(0);
+    let (mut begin, mut end) = (vec![0u64; last + 1], vec![0u64; last + 1]);
+    for i in intervals {
+        begin[i.first] = begin[i.first].saturating_add(i.bytes);
+        end[i.last] = end[i.last].saturating_add(i.bytes);
+    }
+    let (mut alive, mut most) = (0u64, 0);
+    for (come, go) in begin.into_iter().zip(end) {
+        alive = alive.saturating_add(come);
+        most = alive.max(most);
+        alive = alive.saturating_sub(go);
+    }
+    most
 }
 
 /// The end of what is placed.
@@ -618,7 +640,14 @@ mod tests {
                     offset: 0,
                 });
             }
+            let most = most_at_once(&all);
+            let alive_at = |at: usize| {
+                let alive = all.iter().filter(|i| i.first <= at && at <= i.last);
+                alive.map(|i| i.bytes).sum::<u64>()
+            };
+            assert_eq!((0..800).map(alive_at).max(), Some(most));
             let placed = first_fit(all, 512);
+            assert!(end_of(&placed) >= 512 + most);
             for (i, new) in placed.iter().enumerate() {
                 let alive = |old: &&Interval| old.first <= new.last && new.first <= old.last;
                 let beside = placed[..i].iter().filter(alive);

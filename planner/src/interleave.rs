@@ -11,7 +11,11 @@
 //!
 //! with the [`Latency`] of interleaved 1F1B, which gives the two factors; the other schedules'
 //! latencies give theirs. A choice fits when on every mesh the sum of static + in_flight * saved
-//! over its stages and the largest transient are at most the capacity.
+//! over its stages and the largest transient are at most the capacity, with the microbatches in
+//! flight of each of the [moments](ir::schedule::Schedule::moments) that decide: stages have most of
+//! them at different times. Where all hold as many bytes the first moment decides; the others are
+//! looked at where what was chosen overruns them. Where stages run alike those with earlier layers
+//! hold no more than the later ones, since of these most are in flight while the others have most.
 //!
 //! How: below a threshold on t the stages of a mesh are combined one by one. Under a bound on
 //! the mesh's sum of s the least sum of t is best for the rest of the objective, on every mesh by
@@ -26,6 +30,7 @@
 
 use crate::inter_op::{PipelineCost, StageEntry};
 use ir::schedule::{Latency, Route};
+use smallvec::SmallVec;
 
 /// Ways of the stages of a mesh to run together, up to which t and s are kept apart. With 16
 /// entries for each of six stages, as large models have them under memory pressure, so little
@@ -77,10 +82,16 @@ pub(crate) fn cost_of_times(
 /// A stage with its ways to run.
 pub(crate) struct SharedStage<'a> {
     pub entries: &'a [StageEntry],
-    pub in_flight: u64,
+    /// Microbatches in flight at each moment that decides on its mesh's memory.
+    pub in_flight: &'a [u64],
     /// Time to send to the next stage, part of t.
     pub transfer_s: f64,
+    /// Whether the stage before it on its mesh has the same ways to run.
+    pub is_alike: bool,
 }
+
+/// Bytes beside transient ones, by moment.
+type Lasting = SmallVec<[u128; 2]>;
 
 /// The choice.
 #[derive(Clone, Debug, PartialEq)]
@@ -126,12 +137,91 @@ fn share_among(
 ) -> Result<Shared, TooLarge> {
     let meshes: Vec<Vec<&SharedStage<'_>>> =
         (0..on.n).map(|i| on.of_mesh(i, stages).collect()).collect();
+    let mut nearest = TooLarge {
+        mesh: 0,
+        needed_bytes: 0,
+    };
     for (mesh, own) in meshes.iter().enumerate() {
         let needed_bytes = least_bytes(own);
         if needed_bytes > u128::from(capacity_bytes) {
             return Err(TooLarge { mesh, needed_bytes });
         }
+        if needed_bytes > nearest.needed_bytes {
+            nearest = TooLarge { mesh, needed_bytes };
+        }
     }
+    // The moments that are looked at, by mesh: further ones are added until all are kept to.
+    let mut moments: Vec<Moments> = meshes.iter().map(|_| Moments::from_slice(&[0])).collect();
+    loop {
+        let known: Vec<Mesh<'_, '_>> = meshes.iter().zip(&moments).map(Mesh::of).collect();
+        let found = share_at(stages, &known, on, latency, capacity_bytes, combinations);
+        // What the least bytes of each moment leave room for may still not fit at all of them.
+        let Some(shared) = found else {
+            nearest.needed_bytes = nearest.needed_bytes.max(u128::from(capacity_bytes) + 1);
+            return Err(nearest);
+        };
+        let mut holds = true;
+        for (own, (mesh, moments)) in meshes.iter().zip(moments.iter_mut().enumerate()) {
+            let picks = on.of_mesh(mesh, &shared.entries);
+            let picks: Vec<&StageEntry> =
+                own.iter().zip(picks).map(|(s, &e)| &s.entries[e]).collect();
+            let transient = picks.iter().map(|e| e.transient_bytes).max().unwrap_or(0);
+            let (worst, bytes) = fullest(own, &picks);
+            if bytes + u128::from(transient) > u128::from(capacity_bytes) {
+                moments.push(worst);
+                holds = false;
+            }
+        }
+        if holds {
+            return Ok(shared);
+        }
+    }
+}
+
+/// Numbers of moments.
+type Moments = SmallVec<[usize; 2]>;
+
+/// A mesh's stages, and the moments at which they have to fit.
+#[derive(Clone, Copy)]
+struct Mesh<'m, 'a> {
+    stages: &'m [&'m SharedStage<'a>],
+    moments: &'m [usize],
+}
+
+impl<'m, 'a> Mesh<'m, 'a> {
+    fn of((stages, moments): (&'m Vec<&'m SharedStage<'a>>, &'m Moments)) -> Mesh<'m, 'a> {
+        Mesh { stages, moments }
+    }
+
+    /// Bytes beside transient ones of a stage's entry, by moment.
+    fn lasting(self, stage: &SharedStage<'_>, e: &StageEntry) -> Lasting {
+        let of_moment = |&moment: &usize| lasting(e, stage.in_flight[moment]);
+        self.moments.iter().map(of_moment).collect()
+    }
+}
+
+/// The moment at which a mesh's stages hold most beside transient bytes, and how many; of equal
+/// ones the first.
+fn fullest(stages: &[&SharedStage<'_>], picks: &[&StageEntry]) -> (usize, u128) {
+    let n = stages.first().map_or(0, |s| s.in_flight.len());
+    let bytes = |moment: usize| -> u128 {
+        let own = stages.iter().zip(picks);
+        own.map(|(s, e)| lasting(e, s.in_flight[moment])).sum()
+    };
+    let all = (0..n).map(|moment| (moment, bytes(moment)));
+    let more = |a: (usize, u128), b: (usize, u128)| if b.1 > a.1 { b } else { a };
+    all.reduce(more).unwrap_or((0, 0))
+}
+
+/// The same, of meshes that have to fit at some moments alone. `None` where nothing does.
+fn share_at(
+    stages: &[SharedStage<'_>],
+    meshes: &[Mesh<'_, '_>],
+    on: Meshes,
+    latency: Latency,
+    capacity_bytes: u64,
+    combinations: usize,
+) -> Option<Shared> {
     let times = |s: &SharedStage<'_>| {
         let sent = s.transfer_s;
         s.entries
@@ -167,10 +257,10 @@ fn share_among(
         }
         for (own, known) in meshes.iter().zip(&mut frontiers) {
             // Most thresholds let one more entry of some mesh in.
-            let allowed = n_allowed(own, threshold);
+            let allowed = n_allowed(own.stages, threshold);
             if known.as_ref().is_none_or(|(n, _)| *n != allowed) {
                 let capacity = capacity_bytes.into();
-                let parts = Frontier::new(own, threshold, capacity, microbatches, combinations);
+                let parts = Frontier::new(*own, threshold, capacity, microbatches, combinations);
                 *known = Some((allowed, parts));
             }
         }
@@ -183,23 +273,18 @@ fn share_among(
             best = Some(shared);
         }
     }
-    // The largest threshold leaves every entry, and the least bytes fit.
-    best.ok_or(TooLarge {
-        mesh: 0,
-        needed_bytes: 0,
-    })
+    best
 }
 
 /// Entries for the stages of a mesh.
 #[derive(Clone, Debug, Default)]
 struct Part {
-    bytes: u128,
     transient: u128,
     entries: Vec<usize>,
 }
 
 /// Entries for the first stages of a mesh: those for the stages before, and one more.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 struct Step {
     /// Sum of t.
     time_s: f64,
@@ -207,7 +292,8 @@ struct Step {
     step_s: f64,
     /// Seconds of all microbatches and once per step.
     weight_s: f64,
-    bytes: u128,
+    /// By moment, beside transient ones.
+    bytes: Lasting,
     transient: u128,
     /// Number of the step for the stages before.
     before: usize,
@@ -215,8 +301,10 @@ struct Step {
 }
 
 impl Step {
-    fn size(&self) -> (u128, u128) {
-        (self.bytes, self.transient)
+    /// No larger in anything.
+    fn is_within(&self, other: &Step) -> bool {
+        let mut bytes = self.bytes.iter().zip(&other.bytes);
+        self.transient <= other.transient && bytes.all(|(a, b)| a <= b)
     }
 }
 
@@ -244,26 +332,41 @@ struct Frontier {
 
 impl Frontier {
     fn new(
-        stages: &[&SharedStage<'_>],
+        of: Mesh<'_, '_>,
         threshold: f64,
         capacity: u128,
         microbatches: f64,
         combinations: usize,
     ) -> Frontier {
+        let stages = of.stages;
         let ways = stages.iter().map(|s| s.entries.len());
         let is_few = ways.fold(1, usize::saturating_mul) <= combinations;
         let hope = match is_few {
             true => None,
-            false => Hope::of(stages, threshold, capacity, microbatches),
+            false => Hope::of(of, threshold, capacity, microbatches),
         };
         let mut steps: Vec<Vec<Step>> = Vec::with_capacity(stages.len());
-        let nothing = [Step::default()];
+        let nothing = [Step {
+            bytes: of.moments.iter().map(|_| 0).collect(),
+            ..Step::default()
+        }];
         for (number_of, stage) in stages.iter().enumerate() {
             let before = steps.last().map_or(&nothing[..], |s| s);
             let mut new: Vec<Step> = Vec::with_capacity(before.len() * stage.entries.len());
+            let alike = number_of.checked_sub(1).filter(|_| stage.is_alike);
+            let all: Vec<Lasting> = stage.entries.iter().map(|e| of.lasting(stage, e)).collect();
             for (number, part) in before.iter().enumerate() {
+                let least = alike.map_or(0, |b| {
+                    stages[b].entries[part.entry].saved_bytes_per_microbatch
+                });
                 for (entry, e) in stage.entries.iter().enumerate() {
-                    if e.time_s() + stage.transfer_s > threshold {
+                    let is_early = e.saved_bytes_per_microbatch < least;
+                    if is_early || e.time_s() + stage.transfer_s > threshold {
+                        continue;
+                    }
+                    let transient = part.transient.max(e.transient_bytes.into());
+                    let own = part.bytes.iter().zip(&all[entry]);
+                    if own.clone().any(|(a, b)| a + b + transient > capacity) {
                         continue;
                     }
                     let time_s = part.time_s + e.time_s() + stage.transfer_s;
@@ -272,22 +375,24 @@ impl Frontier {
                         time_s,
                         step_s,
                         weight_s: microbatches * time_s + step_s,
-                        bytes: part.bytes + lasting(e, stage.in_flight),
-                        transient: part.transient.max(e.transient_bytes.into()),
+                        bytes: own.map(|(a, b)| a + b).collect(),
+                        transient,
                         before: number,
                         entry,
                     };
-                    let fits = step.bytes + step.transient <= capacity;
                     let hope = hope.as_ref();
-                    if fits && hope.is_none_or(|hope| hope.is_left(number_of + 1, &step)) {
+                    if hope.is_none_or(|hope| hope.is_left(number_of + 1, &step)) {
                         new.push(step);
                     }
                 }
             }
             // Of equal ones the earlier stages' cheaper ways first, then the earlier entry.
-            let place = |s: &Step| (s.size(), s.before, s.entry);
+            let by_size = |a: &Step, b: &Step| {
+                let size = a.bytes.cmp(&b.bytes).then(a.transient.cmp(&b.transient));
+                size.then((a.before, a.entry).cmp(&(b.before, b.entry)))
+            };
             let by_weight = |a: &Step, b: &Step| a.weight_s.total_cmp(&b.weight_s);
-            new.sort_unstable_by(|a, b| by_weight(a, b).then_with(|| place(a).cmp(&place(b))));
+            new.sort_unstable_by(|a, b| by_weight(a, b).then_with(|| by_size(a, b)));
             if !is_few {
                 keep_unbeaten(&mut new);
             }
@@ -303,7 +408,7 @@ impl Frontier {
 
     /// One of them in full.
     fn part(&self, index: usize) -> Part {
-        let last = self.parts()[index];
+        let last = &self.parts()[index];
         let mut entries = Vec::with_capacity(self.steps.len());
         let mut at = index;
         for steps in self.steps.iter().rev() {
@@ -312,7 +417,6 @@ impl Frontier {
         }
         entries.reverse();
         Part {
-            bytes: last.bytes,
             transient: last.transient,
             entries,
         }
@@ -337,37 +441,44 @@ impl Hope {
     const SLACK: f64 = 0.005;
 
     /// None where no price on memory makes the stages fit, each on its own.
-    fn of(
-        stages: &[&SharedStage<'_>],
-        threshold: f64,
-        capacity: u128,
-        microbatches: f64,
-    ) -> Option<Hope> {
-        // Seconds, bytes and transient bytes of every entry that is allowed.
+    fn of(of: Mesh<'_, '_>, threshold: f64, capacity: u128, microbatches: f64) -> Option<Hope> {
+        let (stages, n_moments) = (of.stages, of.moments.len());
+        // Seconds, bytes at the mean of the moments, transient bytes and bytes at each moment of every
+        // entry that is allowed.
         let of_stage = |s: &&SharedStage<'_>| {
             let times = s.entries.iter().map(|e| (e, e.time_s() + s.transfer_s));
             let allowed = times.filter(|(_, time_s)| *time_s <= threshold);
             let figures = allowed.map(|(e, time_s)| {
                 let weight_s = microbatches * time_s + e.step_s;
-                (weight_s, lasting(e, s.in_flight) as f64, e.transient_bytes)
+                let bytes = of.lasting(s, e);
+                let mean = bytes.iter().sum::<u128>() as f64 / n_moments as f64;
+                (weight_s, mean, e.transient_bytes, bytes)
             });
-            figures.collect::<Vec<(f64, f64, u64)>>()
+            figures.collect::<Vec<Way>>()
         };
-        let ways: Vec<Vec<(f64, f64, u64)>> = stages.iter().map(of_stage).collect();
-        let least_at = |price: f64, ways: &[(f64, f64, u64)]| {
-            let priced = |w: &(f64, f64, u64)| w.0 + price * w.1;
-            let least = ways.iter().copied();
-            least.min_by(|a, b| priced(a).total_cmp(&priced(b)).then(a.1.total_cmp(&b.1)))
+        let ways: Vec<Vec<Way>> = stages.iter().map(of_stage).collect();
+        let least_at = |price: f64, ways: &[Way]| -> Option<usize> {
+            let priced = |w: &Way| w.0 + price * w.1;
+            let least = ways.iter().enumerate();
+            let least = least
+                .min_by(|(_, a), (_, b)| priced(a).total_cmp(&priced(b)).then(a.1.total_cmp(&b.1)));
+            least.map(|(i, _)| i)
         };
         // Seconds of all stages under a price, if they fit.
         let fitting = |price: f64| {
-            let (mut weight_s, mut bytes, mut transient) = (0.0, 0.0, 0u64);
+            let (mut weight_s, mut transient) = (0.0, 0u64);
+            let mut bytes = vec![0u128; n_moments];
             for ways in &ways {
-                let least = least_at(price, ways)?;
-                (weight_s, bytes) = (weight_s + least.0, bytes + least.1);
+                let least = &ways[least_at(price, ways)?];
+                weight_s += least.0;
                 transient = transient.max(least.2);
+                bytes
+                    .iter_mut()
+                    .zip(&least.3)
+                    .for_each(|(sum, b)| *sum += b);
             }
-            (bytes + transient as f64 <= capacity as f64).then_some(weight_s)
+            let fits = bytes.iter().all(|b| b + u128::from(transient) <= capacity);
+            fits.then_some(weight_s)
         };
         let mut known_s = fitting(0.0);
         let mut price = 0.0;
@@ -387,7 +498,7 @@ impl Hope {
         }
         let mut rest = vec![0.0; ways.len() + 1];
         for (k, ways) in ways.iter().enumerate().rev() {
-            let least = least_at(price, ways)?;
+            let least = &ways[least_at(price, ways)?];
             rest[k] = rest[k + 1] + least.0 + price * least.1;
         }
         Some(Hope {
@@ -399,19 +510,23 @@ impl Hope {
 
     /// Whether a way for the first `n` stages may be part of one that is as good.
     fn is_left(&self, n: usize, step: &Step) -> bool {
-        step.weight_s + self.price * step.bytes as f64 + self.rest[n] <= self.limit
+        let mean = step.bytes.iter().sum::<u128>() as f64 / step.bytes.len().max(1) as f64;
+        step.weight_s + self.price * mean + self.rest[n] <= self.limit
     }
 }
 
+/// A way of a stage to run: seconds of all microbatches and once per step, bytes at the mean of the
+/// moments, transient bytes, and bytes at each moment.
+type Way = (f64, f64, u64, Lasting);
+
 /// Drops what something before it is no larger than: nothing is beaten by what costs more.
 fn keep_unbeaten(steps: &mut Vec<Step>) {
-    let mut smallest: Vec<(u128, u128)> = Vec::new();
+    let mut smallest: Vec<Step> = Vec::new();
     steps.retain(|p| {
-        let is_smaller = |s: &(u128, u128)| s.0 <= p.bytes && s.1 <= p.transient;
-        let is_beaten = smallest.iter().any(is_smaller);
+        let is_beaten = smallest.iter().any(|s| s.is_within(p));
         if !is_beaten {
-            smallest.retain(|s| p.bytes > s.0 || p.transient > s.1);
-            smallest.push(p.size());
+            smallest.retain(|s| !p.is_within(s));
+            smallest.push(p.clone());
         }
         !is_beaten
     });
@@ -452,20 +567,24 @@ fn cheapest(meshes: &[&Frontier], latency: Latency) -> Option<Vec<Part>> {
     Some(chosen.map(|(frontier, i)| frontier.part(i)).collect())
 }
 
-/// The fewest bytes that stages of a mesh need: under each bound on transient bytes the entries
-/// that last with the fewest.
+/// The fewest bytes that stages of a mesh need at any moment: under each bound on transient bytes the
+/// entries that last with the fewest.
 fn least_bytes(stages: &[&SharedStage<'_>]) -> u128 {
-    let of_stage = |s: &&SharedStage<'_>, bound: u64| {
-        let allowed = s.entries.iter().filter(|e| e.transient_bytes <= bound);
-        allowed.map(|e| lasting(e, s.in_flight)).min()
+    let at = |moment: usize| {
+        let of_stage = |s: &&SharedStage<'_>, bound: u64| {
+            let allowed = s.entries.iter().filter(|e| e.transient_bytes <= bound);
+            allowed.map(|e| lasting(e, s.in_flight[moment])).min()
+        };
+        let bounds = stages.iter().flat_map(|s| s.entries);
+        let under = bounds.filter_map(|e| {
+            let bound = e.transient_bytes;
+            let sum: Option<u128> = stages.iter().map(|s| of_stage(s, bound)).sum();
+            Some(sum? + u128::from(bound))
+        });
+        under.min().unwrap_or(u128::MAX)
     };
-    let bounds = stages.iter().flat_map(|s| s.entries);
-    let under = bounds.filter_map(|e| {
-        let bound = e.transient_bytes;
-        let sum: Option<u128> = stages.iter().map(|s| of_stage(s, bound)).sum();
-        Some(sum? + u128::from(bound))
-    });
-    under.min().unwrap_or(u128::MAX)
+    let n = stages.first().map_or(0, |s| s.in_flight.len());
+    (0..n).map(at).max().unwrap_or(u128::MAX)
 }
 
 fn joined(
@@ -484,6 +603,16 @@ fn joined(
         step_s: 0.0,
         total_s: 0.0,
     };
+    // What each mesh has left when it holds most.
+    let left = (0..on.n).map(|mesh| {
+        let own: Vec<&SharedStage<'_>> = on.of_mesh(mesh, stages).collect();
+        let pick = &picks[mesh];
+        let entries = own.iter().zip(&pick.entries);
+        let entries: Vec<&StageEntry> = entries.map(|(s, &e)| &s.entries[e]).collect();
+        let (_, bytes) = fullest(&own, &entries);
+        u128::from(capacity_bytes).saturating_sub(bytes + pick.transient)
+    });
+    let left: Vec<u128> = left.collect();
     for (k, stage) in stages.iter().enumerate() {
         let (mesh, chunk) = (on.route.mesh_of(k, on.n), k / on.n.max(1));
         let pick = &picks[mesh];
@@ -493,8 +622,11 @@ fn joined(
         shared.max_s = shared.max_s.max(time);
         times.push(time);
         steps.push(e.step_s);
-        let left = u128::from(capacity_bytes).saturating_sub(pick.bytes + pick.transient);
-        let own = lasting(e, stage.in_flight) + left / pick.entries.len() as u128;
+        // Of what it holds more, it may have more copies at another moment than at the first.
+        let at_first = stage.in_flight.first().copied().unwrap_or(1);
+        let most = stage.in_flight.iter().copied().max().unwrap_or(1).max(1);
+        let part = left[mesh] / pick.entries.len() as u128;
+        let own = lasting(e, at_first) + part * u128::from(at_first) / u128::from(most);
         shared.entries.push(pick.entries[chunk]);
         shared
             .share_bytes
@@ -537,11 +669,12 @@ mod tests {
         }
     }
 
-    fn stage(entries: &[StageEntry], in_flight: u64) -> SharedStage<'_> {
+    fn stage<'a>(entries: &'a [StageEntry], in_flight: &'a [u64]) -> SharedStage<'a> {
         SharedStage {
             entries,
             in_flight,
             transfer_s: 0.5,
+            is_alike: false,
         }
     }
 
@@ -549,7 +682,7 @@ mod tests {
     fn stages_of_one_mesh_share_its_memory() {
         // Fast and large, or slow and small: 10 + 3 * 2 = 16 against 4 + 3 * 1 = 7 bytes.
         let entries = [entry(2.0, 0.0, 10, 2, 3), entry(3.0, 0.0, 4, 1, 1)];
-        let stages: Vec<_> = (0..4).map(|_| stage(&entries, 3)).collect();
+        let stages: Vec<_> = (0..4).map(|_| stage(&entries, &[3])).collect();
         let share = |capacity| share(&stages, ring(2), latency(2, 6), capacity);
         // Everything fits: 16 + 16 + 3. A mesh takes 5 for each of the 4 microbatches after the
         // first two, and the second waits for a stage of the first.
@@ -599,7 +732,14 @@ mod tests {
                         .collect()
                 })
                 .collect();
-            let stages: Vec<_> = tables.iter().map(|t| stage(t, 1 + below(3))).collect();
+            // Two moments that differ, or one.
+            let n_moments = 1 + below(2) as usize;
+            let flights: Vec<Vec<u64>> = tables
+                .iter()
+                .map(|_| (0..n_moments).map(|_| below(4)).collect())
+                .collect();
+            let stages = tables.iter().zip(&flights).map(|(t, n)| stage(t, n));
+            let stages: Vec<_> = stages.collect();
             let (m, capacity) = (p as u32 * (1 + below(4) as u32), 20 + below(60));
             let mut best: Option<f64> = None;
             let n: usize = tables.iter().map(Vec::len).product();
@@ -614,9 +754,12 @@ mod tests {
                     .collect();
                 let fits = (0..p).all(|i| {
                     let own = || route.stages_of(i, p, p * v);
-                    let bytes: u128 = own().map(|k| lasting(pick[k], stages[k].in_flight)).sum();
                     let transient = own().map(|k| pick[k].transient_bytes).max().unwrap();
-                    bytes + u128::from(transient) <= u128::from(capacity)
+                    (0..n_moments).all(|at| {
+                        let of = |k: usize| lasting(pick[k], flights[k][at]);
+                        let bytes: u128 = own().map(of).sum();
+                        bytes + u128::from(transient) <= u128::from(capacity)
+                    })
                 });
                 if fits {
                     let time = |e: &&StageEntry| e.time_s() + 0.5;
@@ -647,12 +790,41 @@ mod tests {
         }
     }
 
+    /// Two stages of a mesh, of which the first has 4 microbatches in flight while the second has none,
+    /// else both 2: where one may hold more than the other it is the second, and alike stages are
+    /// not looked at in the other order.
+    #[test]
+    fn what_holds_more_comes_behind() {
+        let entries = [entry(2.0, 0.0, 0, 10, 0), entry(3.0, 0.0, 0, 5, 0)];
+        let first = [2, 4];
+        let second = [2, 0];
+        for is_alike in [false, true] {
+            let stages = [
+                stage(&entries, &first),
+                SharedStage {
+                    is_alike,
+                    ..stage(&entries, &second)
+                },
+            ];
+            let share = |capacity| share(&stages, ring(1), latency(1, 4), capacity);
+            assert_eq!(share(40).unwrap().entries, [0, 0]);
+            // 2 (5 + 10) = 30 and 4 * 5 = 20 bytes, where the first alone would take 40.
+            let mixed = share(30).unwrap();
+            assert_eq!(mixed.entries, [1, 0]);
+            assert_eq!(mixed.share_bytes, [10, 20]);
+            // Of 9 bytes that are left the first may hold but half in more at its first moment.
+            assert_eq!(share(39).unwrap().share_bytes, [10 + 2, 20 + 4]);
+            assert_eq!(share(29).unwrap().entries, [1, 1]);
+            assert_eq!(share(19).unwrap_err().needed_bytes, 20);
+        }
+    }
+
     /// With 9 microbatches 0.1 s of each are worth more than 0.8 s once per step; with one they
     /// are not.
     #[test]
     fn what_is_paid_once_counts_once() {
         let entries = [entry(2.0, 0.0, 0, 0, 0), entry(1.9, 0.8, 0, 0, 0)];
-        let stages: Vec<_> = (0..2).map(|_| stage(&entries, 1)).collect();
+        let stages: Vec<_> = (0..2).map(|_| stage(&entries, &[1])).collect();
         let share = |m| share(&stages, ring(1), latency(1, m), 1).unwrap();
         assert_eq!(share(9).entries, [1, 1]);
         assert!((share(9).total_s - (9.0 * 2.0 * 2.4 + 1.6)).abs() < 1e-9);
@@ -669,7 +841,7 @@ mod tests {
                 entry(1.0 + 0.01 * i, 3.0 / (1.0 + i), 0, 0, 0)
             })
             .collect();
-        let stages: Vec<_> = (0..12).map(|_| stage(&entries, 1)).collect();
+        let stages: Vec<_> = (0..12).map(|_| stage(&entries, &[1])).collect();
         let (p, m) = (2, 8);
         let found = share(&stages, ring(p), latency(p, m), 1).unwrap();
         let alike = |e: &StageEntry| {

@@ -111,6 +111,34 @@ impl Schedule for Interleaved {
         u32::try_from(of_chunk(chunk, forwards, p, v)).unwrap_or(u32::MAX)
     }
 
+    /// In the steady state a forward of one chunk comes in for a backward of another, so a mesh has
+    /// as many in all as at its peak, but more and more of them are of early chunks. The counts
+    /// change evenly until forwards or backwards go on to the next chunk, so what decides lies there.
+    fn moments(&self, mesh: usize, n_meshes: usize, m: u32) -> Vec<Vec<u32>> {
+        let (v, p) = (self.v(), (n_meshes as u64).max(1));
+        let all = v.saturating_mul(u64::from(m));
+        let warmup = self.warmup(mesh, n_meshes, m);
+        // From round to round they repeat.
+        let steady = all.saturating_sub(warmup).min(p.saturating_mul(v));
+        let turns = (0..v).flat_map(|round| {
+            let backward = round * p;
+            [backward, backward + (p - 1 - warmup % p)]
+        });
+        let mut ends: Vec<u64> = turns.filter(|&done| done < steady).collect();
+        ends.extend([0, steady.saturating_sub(1)]);
+        ends.sort_unstable();
+        ends.dedup();
+        let at = |done: u64| -> Vec<u32> {
+            let forwards = (warmup + done + 1).min(all);
+            let in_flight = (0..v).map(|chunk| {
+                let n = of_chunk(chunk, forwards, p, v) - of_chunk(v - 1 - chunk, done, p, v);
+                u32::try_from(n).unwrap_or(u32::MAX)
+            });
+            in_flight.collect()
+        };
+        super::undominated(ends.into_iter().map(at))
+    }
+
     /// Meshes come to the ends of their slots at different times: a value that waited for both
     /// would travel slots too late, and on eight meshes of four stages the pipeline would wait
     /// more than twice as long.

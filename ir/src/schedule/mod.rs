@@ -304,6 +304,15 @@ pub trait Schedule: Send + Sync {
         self.in_flight(PassKind::Forward, last, stage, n_stages, m)
     }
 
+    /// Microbatches that the stages of mesh `mesh` have in flight, by chunk, at the moments of a step
+    /// that decide on its memory: whatever bytes each stage holds for a microbatch, together they
+    /// hold the most at one of these moments. The first is [`Schedule::at_peak`].
+    fn moments(&self, mesh: usize, n_meshes: usize, m: u32) -> Vec<Vec<u32>> {
+        let n_stages = n_meshes * self.virtual_stages() as usize;
+        let stages = self.route().stages_of(mesh, n_meshes, n_stages);
+        vec![stages.map(|s| self.at_peak(s, n_stages, m)).collect()]
+    }
+
     /// When values travel.
     fn travel(&self) -> Travel {
         Travel::BetweenSlots
@@ -316,6 +325,19 @@ pub trait Schedule: Send + Sync {
     fn interleaved(&self, _virtual_stages: u32) -> Option<ScheduleKind> {
         None
     }
+}
+
+/// Counts without those that others are nowhere less than; of equal ones the first.
+fn undominated(counts: impl Iterator<Item = Vec<u32>>) -> Vec<Vec<u32>> {
+    let mut kept: Vec<Vec<u32>> = Vec::new();
+    let covers = |a: &[u32], b: &[u32]| a.iter().zip(b).all(|(a, b)| a >= b);
+    for new in counts {
+        if !kept.iter().any(|old| covers(old, &new)) {
+            kept.retain(|old| !covers(&new, old));
+            kept.push(new);
+        }
+    }
+    kept
 }
 
 impl dyn Schedule + '_ {

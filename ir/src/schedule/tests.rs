@@ -333,6 +333,56 @@ fn stages_have_their_peak_together() {
     }
 }
 
+/// Whatever bytes a microbatch of each stage takes, a mesh holds the most at one of the moments of its
+/// schedule, and it comes to each of them.
+#[test]
+fn a_mesh_holds_the_most_at_one_of_its_moments() {
+    let mut rng = crate::testing::Rng::new(7);
+    for kind in all().into_iter().chain([interleaved(4), interleaved(8)]) {
+        let schedule = kind.schedule();
+        let (v, last) = (schedule.virtual_stages() as usize, schedule.passes().last());
+        for (p, rounds) in [
+            (1usize, 3u32),
+            (2, 1),
+            (2, 4),
+            (3, 2),
+            (4, 1),
+            (4, 5),
+            (8, 2),
+        ] {
+            let m = p as u32 * rounds;
+            for mesh in 0..p {
+                let mut held = vec![0u32; v];
+                let mut seen: Vec<Vec<u32>> = Vec::new();
+                for slot in schedule.slots(mesh, p, m) {
+                    let of = &mut held[slot.of.chunk as usize];
+                    *of += u32::from(slot.of.pass == PassKind::Forward);
+                    seen.push(held.clone());
+                    held[slot.of.chunk as usize] -= u32::from(Some(&slot.of.pass) == last);
+                }
+                let said = schedule.moments(mesh, p, m);
+                let at = format!("{kind:?} mesh {mesh} of {p}, m={m}: {said:?}");
+                assert!(said.iter().all(|s| seen.contains(s)), "{at}");
+                let stage = |chunk| schedule.route().stage_of(mesh, chunk, p);
+                let peak: Vec<u32> = (0..v)
+                    .map(|chunk| schedule.at_peak(stage(chunk), p * v, m))
+                    .collect();
+                assert_eq!(said.first(), Some(&peak), "{at}");
+                for _ in 0..20 {
+                    let bytes: Vec<u64> = (0..v).map(|_| rng.below(9)).collect();
+                    let most = |of: &[Vec<u32>]| {
+                        let sum = |n: &Vec<u32>| -> u64 {
+                            n.iter().zip(&bytes).map(|(&n, b)| u64::from(n) * b).sum()
+                        };
+                        of.iter().map(sum).max()
+                    };
+                    assert_eq!(most(&said), most(&seen), "{at} {bytes:?}");
+                }
+            }
+        }
+    }
+}
+
 /// Narayanan et al. 2021, section 2.2: with `v` stages a mesh the first one holds as much
 /// as `1 + (p - 1) / (p v)` times `p` whole microbatches, all chunks together.
 #[test]

@@ -175,6 +175,15 @@ impl Schedule for ZbV {
         m.min(most)
     }
 
+    /// Chunk 0 has one more and chunk 1 one fewer before a backward of chunk 1 than behind it.
+    fn moments(&self, mesh: usize, n_meshes: usize, m: u32) -> Vec<Vec<u32>> {
+        let (p, i) = (count(n_meshes), count(mesh));
+        let of = |first: u32, second: u32| vec![m.min(first), m.min(second)];
+        let peak = of(full(n_meshes).saturating_sub(i), i.saturating_add(1));
+        let early = of(p.saturating_mul(CHUNKS).saturating_sub(i), i);
+        super::undominated([peak, early].into_iter())
+    }
+
     /// Neighbours come to the ends of their slots at different times.
     fn travel(&self) -> Travel {
         Travel::AtOnce

@@ -293,7 +293,8 @@ impl Search<'_> {
                 price: b.price,
                 busiest: 0.0,
             };
-            most = most.max(self.ring_total_s(of, of_price, Longest::default(), &sum, &cost));
+            let (longest, all) = (Longest::default(), f64::INFINITY);
+            most = most.max(self.ring_total_s(of, of_price, longest, (&sum, &cost), all));
         }
         most
     }
@@ -317,7 +318,21 @@ impl Search<'_> {
         let stages: Vec<(usize, u64)> = in_flight.iter().copied().enumerate().collect();
         let of_mesh = |mesh: usize| ring.meshes().of_mesh(mesh, &stages).copied().collect();
         let of_meshes: Vec<Vec<(usize, u64)>> = (0..ring.n_meshes).map(of_mesh).collect();
-        let mut bounds: Vec<&Priced> = candidate.bounds.of_memory(candidate.known()).collect();
+        let cuts = self.cuts(&in_flight);
+        let bounds = candidate.bounds.of_memory(candidate.known());
+        let of_price = |b: &Priced| {
+            let of_number = |&n: &u64| -> Vec<f64> {
+                let all = 0..self.sequences.len();
+                let own = all.map(|s| candidate.priced_s(s, b.price, n));
+                own.map(|s| s.unwrap_or(f64::INFINITY)).collect()
+            };
+            (b.price, cuts.numbers.iter().map(of_number).collect())
+        };
+        // By price on bytes, and by number in flight and sequence the seconds of all microbatches and
+        // once per step.
+        let mut bounds: Vec<(f64, Vec<Vec<f64>>)> = bounds.map(of_price).collect();
+        let relaxed = candidate.relaxed.iter();
+        let relaxed: Vec<f64> = relaxed.map(|s| s.unwrap_or(f64::INFINITY)).collect();
         let Some(time_s) = self.least_cut(&candidate.relaxed) else {
             return f64::INFINITY;
         };
@@ -332,17 +347,19 @@ impl Search<'_> {
                 break;
             }
             let mut best = 0;
-            for (i, b) in bounds.iter().enumerate() {
+            for (i, (price, own)) in bounds.iter().enumerate() {
                 let cost = |sequence: usize, n: u64, rounds: f64| {
-                    let own = candidate.priced_s(sequence, b.price, n)?;
-                    Some(own + (rounds - candidate.m) * candidate.relaxed[sequence]?)
+                    let of_number = &own[cuts.numbers.binary_search(&n).ok()?];
+                    let more = (rounds - candidate.m) * relaxed[sequence];
+                    Some(of_number[sequence] + more).filter(|s| s.is_finite())
                 };
                 let sum = |rounds: f64| {
-                    let by_stage = |n: u64| -> Vec<Option<f64>> {
-                        let sequences = 0..self.sequences.len();
-                        sequences.map(|s| cost(s, n, rounds)).collect()
+                    let of_number = |own: &Vec<f64>| -> Vec<f64> {
+                        let all = own.iter().zip(&relaxed);
+                        all.map(|(s, t)| s + (rounds - candidate.m) * t).collect()
                     };
-                    self.least_cut_into(&in_flight, longest.n_layers, &by_stage)
+                    let figures: Vec<Vec<f64>> = own.iter().map(of_number).collect();
+                    cuts.least(longest.n_layers, &figures)
                 };
                 let single = |sequence: usize, rounds: f64| cost(sequence, fewest, rounds);
                 let rounds = of.rounds();
@@ -350,10 +367,10 @@ impl Search<'_> {
                     cost(*self.sequences.single.get(kind)?, n, rounds)
                 });
                 let of_price = OfPrice {
-                    price: b.price,
+                    price: *price,
                     busiest: busiest.unwrap_or(0.0),
                 };
-                let total_s = self.ring_total_s(of, of_price, longest, &sum, &single);
+                let total_s = self.ring_total_s(of, of_price, longest, (&sum, &single), least);
                 if total_s > most {
                     (most, best) = (total_s, i);
                 }
@@ -398,14 +415,14 @@ impl Search<'_> {
 
     /// The two bounds of a ring under a price on bytes, for sums over all layers of
     /// `rounds t + s` with this price, and that of single layers, where the longest stage is so
-    /// long.
+    /// long. Where they are `enough` or more, what is returned is so too, and need not be all.
     fn ring_total_s(
         &self,
         of: RingOf<'_>,
         OfPrice { price, busiest }: OfPrice,
         longest: Longest,
-        sum: &dyn Fn(f64) -> f64,
-        single: &dyn Fn(usize, f64) -> Option<f64>,
+        (sum, single): (&dyn Fn(f64) -> f64, &dyn Fn(usize, f64) -> Option<f64>),
+        enough: f64,
     ) -> f64 {
         let RingOf {
             ring, candidate, m, ..
@@ -424,9 +441,14 @@ impl Search<'_> {
         let (latency, of_all) = (ring.latency(m), mean_of(f64::from(m)));
         let slowest_s = latency.slowest * longest.stage_s;
         let of_sum = of_all * (p / f64::from(m)).min(1.0);
-        let mean = mean_of(ring.rounds(m))
-            .max(of_all + slowest_s)
-            .max(of_sum + latency.busiest * longest.mesh_s + slowest_s);
+        let of_longest = of_sum + latency.busiest * longest.mesh_s + slowest_s;
+        let mut most = of_longest.max(of_all + slowest_s);
+        if most < enough {
+            most = most.max(mean_of(ring.rounds(m)));
+        }
+        if most >= enough {
+            return most;
+        }
         let rounds = of.rounds();
         let v = f64::from(ring.schedule.virtual_stages());
         let sent_of_mesh = of.sent_s * ((v - 1.0) / ring.n_stages() as f64);
@@ -441,55 +463,71 @@ impl Search<'_> {
         let sum_s = (sum(rounds) - p * bytes) / rounds + of.sent_s;
         let busiest_s = (busiest - bytes) / rounds + sent_of_mesh;
         let busiest_s = busiest_s.max(longest.mesh_s);
-        mean.max(of.total_s(sum_s.max(0.0), busiest_s, longest.stage_s))
+        most.max(of.total_s(sum_s.max(0.0), busiest_s, longest.stage_s))
     }
 
-    /// The least sum over all ways to cut the layers into as many stages as there are numbers, of
-    /// at most `longest` layers each, of figures by sequence that depend on a stage's number.
-    fn least_cut_into(
-        &self,
-        numbers: &[u64],
-        longest: usize,
-        figures: &dyn Fn(u64) -> Vec<Option<f64>>,
-    ) -> f64 {
+    /// The ways to cut the layers into stages with so many microbatches in flight each.
+    fn cuts(&self, in_flight: &[u64]) -> Cuts {
         let n_layers = self.layers().kind.len();
-        let mut known: BTreeMap<u64, Vec<Option<f64>>> = BTreeMap::new();
-        for &n in numbers {
-            known.entry(n).or_insert_with(|| figures(n));
-        }
+        let mut numbers = in_flight.to_vec();
+        numbers.sort_unstable();
+        numbers.dedup();
+        let place = |n: &u64| numbers.partition_point(|other| other < n);
         let mut by_start: Vec<Vec<(usize, usize)>> = vec![Vec::new(); n_layers];
         for &((start, end), sequence) in &self.sequences.ranges {
-            if end - start <= longest {
-                by_start[start].push((end, sequence));
-            }
+            by_start[start].push((end, sequence));
         }
-        let n_stages = numbers.len();
+        by_start.iter_mut().for_each(|ends| ends.sort_unstable());
+        Cuts {
+            by_stage: in_flight.iter().map(place).collect(),
+            by_start,
+            numbers,
+        }
+    }
+}
+
+/// The ways to cut layers into stages.
+struct Cuts {
+    /// The numbers of microbatches that stages have in flight, ascending.
+    numbers: Vec<u64>,
+    /// By stage, which of them it has.
+    by_stage: Vec<usize>,
+    /// By the first layer of a stage, what it may be: the layer behind its last, ascending, and its
+    /// sequence.
+    by_start: Vec<Vec<(usize, usize)>>,
+}
+
+impl Cuts {
+    /// The least sum over all ways to cut the layers into these stages, of at most `longest` layers
+    /// each, of figures by number in flight and sequence; infinite where a stage cannot be so.
+    fn least(&self, longest: usize, figures: &[Vec<f64>]) -> f64 {
+        let (n_layers, n_stages) = (self.by_start.len(), self.by_stage.len());
         if n_stages > n_layers {
             return f64::INFINITY;
         }
         let mut least = vec![f64::INFINITY; n_layers + 1];
+        let mut next = least.clone();
         least[0] = 0.0;
-        for (stage, n) in numbers.iter().enumerate() {
-            let figures = &known[n];
-            let mut next = vec![f64::INFINITY; n_layers + 1];
+        for (stage, &number) in self.by_stage.iter().enumerate() {
+            let figures = &figures[number];
+            next.fill(f64::INFINITY);
             // The stages behind have a layer each at least, and `longest` at most.
             let behind = n_stages - stage - 1;
             let most_end = n_layers - behind;
             let least_end = n_layers.saturating_sub(behind.saturating_mul(longest));
             for start in stage..most_end {
-                if least[start].is_infinite() {
+                let before = least[start];
+                if before.is_infinite() {
                     continue;
                 }
-                for &(end, sequence) in &by_start[start] {
-                    if !(least_end..=most_end).contains(&end) {
-                        continue;
-                    }
-                    if let Some(s) = figures[sequence] {
-                        next[end] = next[end].min(least[start] + s);
-                    }
+                let ends = &self.by_start[start];
+                let from = ends.partition_point(|(end, _)| *end < least_end);
+                let last = most_end.min(start.saturating_add(longest));
+                for &(end, sequence) in ends[from..].iter().take_while(|(end, _)| *end <= last) {
+                    next[end] = next[end].min(before + figures[sequence]);
                 }
             }
-            least = next;
+            std::mem::swap(&mut least, &mut next);
         }
         least[n_layers]
     }

@@ -71,6 +71,26 @@ impl Ring {
         }
     }
 
+    /// By stage, the microbatches in flight at each of its mesh's moments.
+    fn in_flight(self, m: u32) -> Vec<Vec<u64>> {
+        let (schedule, route) = (self.schedule.schedule(), self.schedule.route());
+        let of_mesh = |mesh: usize| schedule.moments(mesh, self.n_meshes, m);
+        let moments: Vec<Vec<Vec<u32>>> = (0..self.n_meshes).map(of_mesh).collect();
+        let of_stage = |stage: usize| {
+            let chunk = stage / self.n_meshes.max(1);
+            let own = moments[route.mesh_of(stage, self.n_meshes)].iter();
+            own.map(|counts| counts[chunk].into()).collect()
+        };
+        (0..self.n_stages()).map(of_stage).collect()
+    }
+
+    /// The stage before one on the mesh that has both.
+    fn before_on_its_mesh(self, stage: usize) -> Option<usize> {
+        let (route, p) = (self.schedule.route(), self.n_meshes.max(1));
+        let before = (stage / p).checked_sub(1)?;
+        Some(route.stage_of(route.mesh_of(stage, p), before, p))
+    }
+
     pub(super) fn latency(self, m: u32) -> Latency {
         self.schedule.schedule().latency(self.n_meshes, m)
     }
@@ -391,11 +411,18 @@ impl Search<'_> {
             on_hull(entries, m, s.in_flight)
         };
         let entries: Vec<Vec<StageEntry>> = cuts.iter().map(of_use).collect();
-        let stages = cuts.iter().zip(&entries);
-        let stages = stages.map(|(s, entries)| SharedStage {
+        let in_flight = ring.in_flight(m);
+        let all = |s: &StageChoice| table.get(s.layers.clone(), s.submesh);
+        let is_alike = |stage: usize| {
+            let before = ring.before_on_its_mesh(stage);
+            before.is_some_and(|before| all(&cuts[before]) == all(&cuts[stage]))
+        };
+        let stages = cuts.iter().zip(&entries).enumerate();
+        let stages = stages.map(|(k, (s, entries))| SharedStage {
             entries,
-            in_flight: s.in_flight,
+            in_flight: &in_flight[k],
             transfer_s: s.transfer_s,
+            is_alike: is_alike(k),
         });
         let stages: Vec<SharedStage<'_>> = stages.collect();
         let shared = share(&stages, ring.meshes(), ring.latency(m), capacity)

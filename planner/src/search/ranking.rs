@@ -32,7 +32,7 @@ use ir::training::TrainingGraph;
 use ir::{Bytes, Graph, Seconds, counted};
 use lowering::{BucketSizes, Layouts, LowerError};
 use rayon::prelude::*;
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// Number of simulated pipelines that are tried at ZeRO levels: the fastest at all of
 /// them, the next at that at which the first is fastest. To lower and simulate a pipeline takes
@@ -44,6 +44,12 @@ const AT_LEVELS_IN_A_SMALL_ONE: usize = 6;
 const AT_SHAPES: usize = 2;
 /// A plan that takes so many times as long as the fastest is not looked at further.
 const CLOSE: f64 = 1.02;
+/// What is assumed to hide is not simulated where its objective, under that assumption, is so many
+/// times as long as the fastest step. Its program hides more than is assumed, up to a third as was seen.
+const HIDES_MORE: f64 = 1.5;
+/// A pipeline of one stage may take so many times as long as the fastest and still be as fast at another
+/// ZeRO level: all of its devices share states. The most that was seen is 1.17 times.
+const GAIN_OF_ONE_STAGE: f64 = 1.25;
 /// Pipelines that are lowered and simulated at once: each keeps its program until it is compared.
 const AT_ONCE: usize = 4;
 /// Times that a pipeline is made, with more bytes left for placing its buffers, until it fits.
@@ -119,6 +125,68 @@ struct Ranked {
     plan: Plan,
 }
 
+/// The bytes that pipelines of a kind overran the memory by when they were first made. What the
+/// model of memory leaves out is much the same for all of a kind, so where all so far overran it the
+/// others would too, and have to be made and lowered twice.
+#[derive(Default)]
+struct Shortfalls {
+    /// By whether traffic is assumed to hide and whether stages share meshes, ascending.
+    of_kind: BTreeMap<(bool, bool), Vec<u64>>,
+}
+
+impl Shortfalls {
+    /// Of so few nothing follows.
+    const FEW: usize = 2;
+
+    fn kind(p: &Pipeline) -> (bool, bool) {
+        (p.assumed.hides(), p.schedule.virtual_stages() > 1)
+    }
+
+    fn add(&mut self, p: &Pipeline, over: u64) {
+        let of_kind = self.of_kind.entry(Self::kind(p)).or_default();
+        let at = of_kind.partition_point(|o| *o < over);
+        of_kind.insert(at, over);
+    }
+
+    /// The bytes that half of the pipelines of the kind overran by; none where one fit.
+    fn of(&self, p: &Pipeline) -> Option<u64> {
+        let of_kind = self.of_kind.get(&Self::kind(p))?;
+        let all_overran = of_kind.len() >= Self::FEW && *of_kind.first()? > 0;
+        all_overran.then(|| of_kind[of_kind.len() / 2])
+    }
+}
+
+/// The least part of the objective that the simulated step of a pipeline of a kind was. The objective adds
+/// up what overlaps, of pipelines of a kind much the same.
+#[derive(Default)]
+struct Shares {
+    /// By whether stages share meshes: how many, and the least part.
+    of_kind: BTreeMap<bool, (usize, f64)>,
+}
+
+impl Shares {
+    /// Of so few nothing follows.
+    const FEW: usize = 3;
+    /// Of others it may be so much less, relatively.
+    const LESS: f64 = 0.02;
+
+    fn add(&mut self, p: &Pipeline, step_s: f64) {
+        let part = step_s / p.choice.cost.total_s.max(f64::MIN_POSITIVE);
+        let of_kind = self.of_kind.entry(p.schedule.virtual_stages() > 1);
+        let (n, least) = of_kind.or_insert((0, f64::INFINITY));
+        (*n, *least) = (*n + 1, part.min(*least));
+    }
+
+    /// Seconds that a step of a pipeline hardly takes less than; 0 where nothing is known.
+    fn least_s(&self, p: &Pipeline) -> f64 {
+        let of_kind = self.of_kind.get(&(p.schedule.virtual_stages() > 1));
+        let known = of_kind.filter(|(n, _)| *n >= Self::FEW);
+        known.map_or(0.0, |(_, least)| {
+            (1.0 - Self::LESS) * least * p.choice.cost.total_s
+        })
+    }
+}
+
 /// The pipelines that were simulated.
 struct Simulated {
     best: Frontier<Taken>,
@@ -126,9 +194,19 @@ struct Simulated {
     ranked: Vec<Ranked>,
     /// The fewest bytes by which one of the others exceeds the budget.
     overrun: u64,
+    /// The fastest before layers were made alike: its seconds, and the bytes that were left for placing
+    /// its buffers.
+    champion: Option<(f64, Pipeline, u64)>,
 }
 
 impl Simulated {
+    /// Keeps a pipeline that fits if it is faster than all before.
+    fn see(&mut self, step_s: f64, p: &Pipeline, reserve: u64) {
+        if self.champion.as_ref().is_none_or(|(s, ..)| step_s < *s) {
+            self.champion = Some((step_s, p.clone(), reserve));
+        }
+    }
+
     /// The fastest pipelines with one stage on each mesh, if they are among the best of all.
     fn leading(&self, n: usize) -> impl Iterator<Item = &Ranked> {
         let known = || self.ranked.iter().filter(|r| !r.pipeline.assumed.hides());
@@ -198,84 +276,64 @@ impl Search<'_> {
             best: Frontier::new(known.tolerance),
             ranked: Vec::new(),
             overrun: u64::MAX,
+            champion: None,
         };
-        self.simulate_all(forward, pipelines, known, stats, &mut simulated)?;
+        let none_is_pinned = self.pins.zero.is_none();
+        // What hides gains most by levels. What is fast then spares most of the others, which the
+        // objective knows better; but whoever ends the search wants what it knows.
+        let (mut hiding, mut others): (Vec<Pipeline>, Vec<Pipeline>) =
+            pipelines.into_iter().partition(|p| p.assumed.hides());
+        if self.ends() {
+            others.append(&mut hiding);
+        }
+        self.simulate_all(forward, hiding, known, stats, &mut simulated)?;
+        let n_hiding = if self.is_small() { usize::MAX } else { 1 };
+        let hiding = std::mem::take(&mut simulated.ranked);
+        for r in hiding.iter().take(n_hiding) {
+            let levels: &[u8] = match (none_is_pinned, self.is_small()) {
+                (false, _) => &[],
+                (true, true) => &LEVELS,
+                (true, false) => &hiding::LEVELS,
+            };
+            self.deepen(forward, r, levels, known, stats, &mut simulated)?;
+        }
+        simulated.ranked = hiding;
+        self.simulate_all(forward, others, known, stats, &mut simulated)?;
         // The objective looked at all shapes together and found one mix of them; another may
         // hide more of its sending, or be simpler. Whoever ends the search does without.
-        let others = simulated.leading(match self.ends() {
+        let alone = simulated.leading(match self.ends() {
             true => 0,
             false => self.effort.times(AT_SHAPES),
         });
-        let others = others.flat_map(|r| self.of_one_shape(&r.pipeline, r.reserve));
-        let others: Vec<Pipeline> = others.collect();
-        self.simulate_all(forward, others, known, stats, &mut simulated)?;
-        let Simulated {
-            mut best,
-            ranked,
-            overrun,
-        } = simulated;
-        let mut levels = match self.pins.zero {
-            Some(_) => Vec::new(),
-            None => LEVELS.to_vec(),
-        };
-        // The fastest before layers were made alike, with the bytes left for placing its buffers.
-        let mut champion = ranked.first().map(|r| (r.pipeline.clone(), r.reserve));
-        let (hiding, others): (Vec<&Ranked>, Vec<&Ranked>) =
-            ranked.iter().partition(|r| r.pipeline.assumed.hides());
-        let n_hiding = if self.is_small() { hiding.len() } else { 1 };
+        let alone = alone.flat_map(|r| self.of_one_shape(&r.pipeline, r.reserve));
+        let alone: Vec<Pipeline> = alone.collect();
+        self.simulate_all(forward, alone, known, stats, &mut simulated)?;
         let n_others = match self.is_small() {
             true => AT_LEVELS_IN_A_SMALL_ONE,
             false => self.effort.times(AT_LEVELS),
         };
-        let others = others.into_iter().take(n_others);
-        for r in others.chain(hiding.into_iter().take(n_hiding)) {
-            if self.ends() {
-                break;
-            }
-            if r.pipeline.assumed.hides() && self.pins.zero.is_none() {
-                levels = match self.is_small() {
-                    true => LEVELS.to_vec(),
-                    false => hiding::LEVELS.to_vec(),
-                };
-            }
-            let mut fastest = None;
-            let mut near = vec![r.pipeline.clone()];
-            let fill = filling(&r.pipeline);
-            let fills: BTreeSet<u32> = match self.is_small() {
-                true => [0, fill].into(),
-                false => [0].into(),
-            };
-            let at = |fill: u32| levels.iter().map(move |&level| (Some(level), fill));
-            let mut ways: Vec<(Option<u8>, u32)> = fills.into_iter().flat_map(at).collect();
-            ways.extend((fill > 0).then_some((None, fill)));
-            let ways = ways.into_par_iter();
-            let ways: Vec<Pipeline> = ways
-                .map(|(level, fill)| self.assuming(&r.pipeline, r.reserve, level, fill))
-                .collect();
-            let different = self.different(forward, ways, (r.reserve, &[&r.plan]))?;
-            for (p, played) in different {
-                if best.is_near(played.simulation.step_time.0) {
-                    near.push(p.clone());
-                }
-                if self.compare(&mut best, played, &p, r.reserve, known, stats) {
-                    fastest = p.assumed.level.or(fastest);
-                    champion = Some((p, r.reserve));
-                }
-            }
+        let ranked = std::mem::take(&mut simulated.ranked);
+        let others = ranked.iter().filter(|r| !r.pipeline.assumed.hides());
+        let mut levels = match none_is_pinned {
+            true => LEVELS.to_vec(),
+            false => Vec::new(),
+        };
+        let others: Vec<&Ranked> = others.collect();
+        let fastest_s = simulated.best.fastest_s();
+        let gains = |r: &&Ranked| r.step_s <= self.far(&r.pipeline) * fastest_s;
+        for r in others.into_iter().filter(gains).take(n_others) {
+            let fastest = self.deepen(forward, r, &levels, known, stats, &mut simulated)?;
             if levels.len() > 1 && !self.is_small() {
                 levels = fastest.into_iter().collect();
             }
-            // Layers that are alike are simpler, and faster where what they recompute hides behind
-            // traffic that the objective charges. What is slower already is not made so.
-            if !best.is_near(r.step_s) && near.len() == 1 {
-                continue;
-            }
-            let alike: Vec<Pipeline> = near.iter().flat_map(Likeness::alike).collect();
-            let different = self.different(forward, alike, (r.reserve, &[&r.plan]))?;
-            for (p, played) in different {
-                self.compare(&mut best, played, &p, r.reserve, known, stats);
-            }
         }
+        let Simulated {
+            mut best,
+            overrun,
+            champion,
+            ..
+        } = simulated;
+        let mut champion = champion.map(|(_, p, reserve)| (p, reserve));
         // What was fastest at a level may be faster yet if what fills it counts.
         let at_level = champion.as_ref().filter(|(p, _)| {
             let at_level = p.assumed.level.is_some() && p.assumed.fill == 0;
@@ -325,6 +383,59 @@ impl Search<'_> {
         })
     }
 
+    /// Lowers and simulates a pipeline that fits at ZeRO levels, as if they were pinned, and with
+    /// layers made alike; the level of the fastest of these ways, where one is faster than it is.
+    fn deepen(
+        &self,
+        forward: &Graph,
+        r: &Ranked,
+        levels: &[u8],
+        known: &Known,
+        stats: &mut PlanStats,
+        simulated: &mut Simulated,
+    ) -> Result<Option<u8>, PlanError> {
+        if self.ends() {
+            return Ok(None);
+        }
+        let (mut fastest, mut own_s) = (None, r.step_s);
+        let mut near = vec![r.pipeline.clone()];
+        let fill = filling(&r.pipeline);
+        let fills: BTreeSet<u32> = match self.is_small() {
+            true => [0, fill].into(),
+            false => [0].into(),
+        };
+        let at = |fill: u32| levels.iter().map(move |&level| (Some(level), fill));
+        let mut ways: Vec<(Option<u8>, u32)> = fills.into_iter().flat_map(at).collect();
+        ways.extend((fill > 0).then_some((None, fill)));
+        let ways = ways.into_par_iter();
+        let ways: Vec<Pipeline> = ways
+            .map(|(level, fill)| self.assuming(&r.pipeline, r.reserve, level, fill))
+            .collect();
+        let different = self.different(forward, ways, (r.reserve, &[&r.plan]))?;
+        for (p, played) in different {
+            let step_s = played.simulation.step_time.0;
+            if simulated.best.is_near(step_s) {
+                near.push(p.clone());
+            }
+            if step_s < own_s {
+                (fastest, own_s) = (p.assumed.level.or(fastest), step_s);
+            }
+            simulated.see(step_s, &p, r.reserve);
+            self.compare(&mut simulated.best, played, &p, r.reserve, known, stats);
+        }
+        // Layers that are alike are simpler, and faster where what they recompute hides behind
+        // traffic that the objective charges. What is slower already is not made so.
+        if !simulated.best.is_near(r.step_s) && near.len() == 1 {
+            return Ok(fastest);
+        }
+        let alike: Vec<Pipeline> = near.iter().flat_map(Likeness::alike).collect();
+        let different = self.different(forward, alike, (r.reserve, &[&r.plan]))?;
+        for (p, played) in different {
+            self.compare(&mut simulated.best, played, &p, r.reserve, known, stats);
+        }
+        Ok(fastest)
+    }
+
     /// Lowers and simulates pipelines; those that overrun the memory once more with more of it left
     /// free.
     fn simulate_all(
@@ -345,18 +456,43 @@ impl Search<'_> {
         // With the bytes that each of them leaves for placing its buffers, and how often it was made.
         let mut waiting: VecDeque<(Pipeline, u64, usize)> =
             pipelines.into_iter().map(|p| (p, asked, 1)).collect();
+        let mut shortfalls = Shortfalls::default();
+        let mut shares = Shares::default();
+        if self.cluster.pool.is_none() {
+            let known = simulated
+                .ranked
+                .iter()
+                .filter(|r| !r.pipeline.assumed.hides());
+            known.for_each(|r| shares.add(&r.pipeline, r.step_s));
+        }
         loop {
             // Objectives against objectives: what hides has one of its own.
             let fitting = simulated.ranked.iter().map(|r| &r.pipeline);
             let fitting = fitting.filter(|p| !p.assumed.hides());
             let least = fitting.map(|p| p.choice.cost.total_s);
             let limit = self.held_back_s(least.fold(f64::INFINITY, f64::min));
-            waiting.retain(|(p, ..)| p.assumed.hides() || p.choice.cost.total_s <= limit);
+            let fastest_s = simulated.best.fastest_s();
+            waiting.retain(|(p, ..)| match p.assumed.hides() {
+                true => p.choice.cost.total_s <= HIDES_MORE * fastest_s,
+                false => {
+                    let may_be_near = shares.least_s(p) <= self.far(p) * fastest_s;
+                    p.choice.cost.total_s <= limit && may_be_near
+                }
+            });
             if waiting.is_empty() || (!simulated.ranked.is_empty() && self.ends()) {
                 break;
             }
             let some: Vec<_> = waiting.drain(..waiting.len().min(AT_ONCE)).collect();
-            let outcomes = some.par_iter().enumerate().map(|(i, (p, reserve, _))| {
+            // What all like it lack is left free from the start.
+            let some = some.into_par_iter().map(|(p, reserve, times)| {
+                let lacks = shortfalls.of(&p).filter(|_| times == 1 && reserve == asked);
+                match lacks.and_then(|lacks| self.smaller(&p, reserve, lacks)) {
+                    Some((p, reserve)) => (p, reserve, times + 1),
+                    None => (p, reserve, times),
+                }
+            });
+            let some: Vec<(Pipeline, u64, usize)> = some.collect();
+            let outcomes = some.par_iter().enumerate().map(|(i, (p, reserve, times))| {
                 // Once the search is to end the first that fits will do; where it does not, the next
                 // has its turn.
                 if i > 0 && self.ends() {
@@ -364,25 +500,34 @@ impl Search<'_> {
                 }
                 let made = self.assemble(forward, p, *reserve, false)?;
                 let defect = || PlanError::Defect("a chosen pipeline has no strategies".into());
-                self.play(forward, made.ok_or_else(defect)?).map(Some)
+                let outcome = self.play(forward, made.ok_or_else(defect)?)?;
+                // What fills the memory to the last byte overruns it easily, and others need not
+                // make room too.
+                let less = match outcome {
+                    Outcome::Overrun(over) if *times < TIMES => self.smaller(p, *reserve, over),
+                    _ => None,
+                };
+                Ok(Some((outcome, less)))
             });
             let outcomes = outcomes.collect::<Result<Vec<_>, PlanError>>()?;
             let mut left = Vec::new();
             for ((mut p, reserve, times), outcome) in some.into_iter().zip(outcomes) {
-                let Some(outcome) = outcome else {
+                let Some((outcome, less)) = outcome else {
                     left.push((p, reserve, times));
                     continue;
                 };
+                if times == 1 && reserve == asked {
+                    let over = match outcome {
+                        Outcome::Overrun(over) => over,
+                        Outcome::Fits(_) => 0,
+                    };
+                    shortfalls.add(&p, over);
+                }
                 match outcome {
                     Outcome::Overrun(over) => {
                         let all = over.saturating_add(reserve.saturating_sub(asked));
                         simulated.overrun = simulated.overrun.min(all);
-                        // What fills the memory to the last byte overruns it easily, and others
-                        // need not make room too.
-                        if times < TIMES {
-                            let less = self.smaller(&p, reserve, over);
-                            waiting.extend(less.map(|(p, reserve)| (p, reserve, times + 1)));
-                        }
+                        waiting.extend(less.map(|(p, reserve)| (p, reserve, times + 1)));
                     }
                     Outcome::Fits(played) => {
                         // Where little moves, assuming that it hides changes nothing.
@@ -390,6 +535,7 @@ impl Search<'_> {
                         if p.assumed.hides() && simulated.ranked.iter().any(is_known) {
                             continue;
                         }
+                        simulated.see(played.simulation.step_time.0, &p, reserve);
                         simulated.ranked.push(Ranked {
                             step_s: played.simulation.step_time.0,
                             pipeline: p.clone(),
@@ -409,6 +555,8 @@ impl Search<'_> {
                         // It was chosen for less than its strategies cost.
                         if p.assumed.hides() {
                             p.choice.cost = self.cost(&p, &played.times);
+                        } else if self.cluster.pool.is_none() {
+                            shares.add(&p, played.simulation.step_time.0);
                         }
                         let best = &mut simulated.best;
                         self.compare(best, played, &p, reserve, known, stats);
@@ -422,6 +570,15 @@ impl Search<'_> {
         let ranked = &mut simulated.ranked;
         ranked.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
         Ok(())
+    }
+
+    /// A pipeline that takes so many times as long as the fastest gains too little by ZeRO levels or by
+    /// likeness to be as fast.
+    fn far(&self, p: &Pipeline) -> f64 {
+        match p.choice.stages.len() {
+            1 => GAIN_OF_ONE_STAGE.max(self.near()),
+            _ => self.near(),
+        }
     }
 
     /// The pipelines over the submesh of one, with as many stages, that are of one shape each and
@@ -504,12 +661,13 @@ impl Search<'_> {
         ways: Vec<Pipeline>,
         (reserve, known): (u64, &[&Plan]),
     ) -> Result<Vec<(Pipeline, Box<Played>)>, PlanError> {
-        let mut different: Vec<(Pipeline, Assembled)> = Vec::new();
-        for mut pipeline in ways {
+        let made = ways.into_par_iter().map(|pipeline| {
             let made = self.assemble(forward, &pipeline, reserve, false)?;
-            let Some(made) = made else {
-                continue;
-            };
+            Ok(made.map(|made| (pipeline, made)))
+        });
+        let made = made.collect::<Result<Vec<_>, PlanError>>()?;
+        let mut different: Vec<(Pipeline, Assembled)> = Vec::new();
+        for (mut pipeline, made) in made.into_iter().flatten() {
             let before = different.iter().map(|(_, made)| &made.plan);
             if before
                 .chain(known.iter().copied())

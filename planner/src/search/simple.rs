@@ -155,7 +155,8 @@ impl<T> Frontier<T> {
         Some((plan, Some(simpler).filter(|_| step_s > fastest_s)))
     }
 
-    fn fastest_s(&self) -> f64 {
+    /// The seconds of the fastest plan; infinite before there is one.
+    pub(super) fn fastest_s(&self) -> f64 {
         let all = self.plans.iter().map(|(s, ..)| *s);
         all.fold(f64::INFINITY, f64::min)
     }
