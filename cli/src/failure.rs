@@ -71,6 +71,11 @@ impl Failure {
         self.0.message = message.to_string();
         self
     }
+    /// Replaces the exit code.
+    pub fn exiting(mut self, exit: Exit) -> Self {
+        self.0.exit = exit;
+        self
+    }
     /// Adds advice on the way out.
     pub fn help(mut self, help: impl Into<String>) -> Self {
         self.0.help = Some(help.into());
@@ -286,7 +291,7 @@ impl From<runtime::RuntimeError> for Failure {
                 "a bit was turned since the last comparison, by a memory or a processor of that rank: go on, without it, from a checkpoint of before with --resume",
             ),
             Gone { .. } => Some(
-                "its own message, where it wrote one, is above; `meshwright doctor PLAN RECORDS` says where each rank was, where there are records; with --checkpoint DIR, --resume DIR goes on from the newest checkpoint, for --steps further steps",
+                "its own message, where it wrote one, is above; with --checkpoint DIR, --resume DIR goes on from the newest checkpoint, for --steps further steps",
             ),
             NoDevice { way_out, .. } => return Failure::new(exit, &e).help(way_out.clone()),
             Device { .. } | Aborted { .. } | Ended(_) | EndedByFirst(_) => None,

@@ -3,38 +3,21 @@
 //! all of its processes, and these each other.
 
 use crate::failure::{Exit, Failure};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::iterator::Signals;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 /// How far apart two interrupts are at least.
 pub const SAME: Duration = Duration::from_millis(500);
-
-/// Has SIGUSR1, by which Slurm and others say that the time is nearly over, set the flag too.
-pub fn sets_at_usr1(flag: &Arc<AtomicBool>) -> Result<(), Failure> {
-    let registered = signal_hook::flag::register(signal_hook::consts::SIGUSR1, Arc::clone(flag));
-    registered.map(|_| ()).map_err(no_handler)
-}
 
 /// Has a file that reaches its limit of length be an error of its write, as a full disk is; by itself
 /// that kills the process.
 pub fn outlive_limits_of_files() -> Result<(), Failure> {
     let ignored = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
     ignored.map(|_| ()).map_err(no_handler)
-}
-
-/// Has the first interrupt (or request to terminate) do nothing: it is another process' to heed. The
-/// second one ends this one.
-pub fn leave_to_others() -> Result<(), Failure> {
-    let first = OnceLock::new();
-    sets_at_usr1(&Arc::default())?;
-    let handler = move || {
-        let now = Instant::now();
-        if now - *first.get_or_init(|| now) >= SAME {
-            std::process::exit(Exit::Interrupted as i32);
-        }
-    };
-    ctrlc::set_handler(handler).map_err(no_handler)
 }
 
 fn no_handler(e: impl std::fmt::Display) -> Failure {
@@ -46,7 +29,6 @@ fn no_handler(e: impl std::fmt::Display) -> Failure {
 pub fn flag(doing: &'static str) -> Result<Arc<AtomicBool>, Failure> {
     let flag = Arc::new(AtomicBool::new(false));
     let set = Arc::clone(&flag);
-    // Others set the flag, too, and are no first interrupt ([`sets_at_usr1`]).
     let first = OnceLock::new();
     let handler = move || {
         set.store(true, Ordering::Relaxed);
@@ -65,4 +47,150 @@ pub fn flag(doing: &'static str) -> Result<Arc<AtomicBool>, Failure> {
     };
     ctrlc::set_handler(handler).map_err(no_handler)?;
     Ok(flag)
+}
+
+/// The signals that are interrupts of a run.
+pub const INTERRUPTS: [i32; 4] = [SIGINT, SIGTERM, SIGHUP, SIGUSR1];
+/// How often a run that waits for an interrupt looks for it.
+const LOOK: Duration = Duration::from_millis(10);
+
+/// The interrupts of a run. What the first one does depends on how far the run has come. SIGUSR1, by
+/// which Slurm and others say that the time is nearly over, is an interrupt that is never the second.
+#[derive(Clone)]
+pub struct Interrupts(Arc<Heeded>);
+
+struct Heeded {
+    phase: Mutex<Phase>,
+    is_asked: Arc<AtomicBool>,
+    /// Folders that the run has made, which go with it while they are empty.
+    made: Mutex<Vec<PathBuf>>,
+}
+
+/// How far a run has come, as far as interrupts go.
+#[derive(Clone, Copy, Debug)]
+enum Phase {
+    /// There is nothing to keep: it ends at once, and says so where this process is to.
+    Begins { says: bool },
+    /// Somebody looks for the interrupt, and says what becomes of the run.
+    IsLooked,
+    /// The run ends with what there is, doing this.
+    Ends(&'static str),
+    /// It is another process' to heed.
+    IsOthers,
+}
+
+impl Interrupts {
+    /// Waits for interrupts from now on. Until the run has come further, one ends it at once; a process
+    /// that `says` so is the one that speaks for the run.
+    pub fn watch(says: bool) -> Result<Self, Failure> {
+        let mut signals = Signals::new(INTERRUPTS).map_err(no_handler)?;
+        let interrupts = Interrupts(Arc::new(Heeded {
+            phase: Mutex::new(Phase::Begins { says }),
+            is_asked: Arc::default(),
+            made: Mutex::default(),
+        }));
+        let heeded = interrupts.clone();
+        std::thread::spawn(move || {
+            let mut first = None;
+            for signal in signals.forever() {
+                heeded.heed(signal, &mut first);
+            }
+        });
+        Ok(interrupts)
+    }
+
+    fn heed(&self, signal: i32, first: &mut Option<Instant>) {
+        // Of a warning nothing is said, and what follows it is a first interrupt.
+        let is_warning = signal == SIGUSR1;
+        let now = Instant::now();
+        let since = match is_warning {
+            true => None,
+            false => first.replace(first.unwrap_or(now)),
+        };
+        let phase = *lock(&self.0.phase);
+        match (phase, since) {
+            (Phase::Begins { says }, _) => {
+                if says {
+                    crate::say(format_args!(
+                        "interrupted before the run had begun; nothing was written"
+                    ));
+                }
+                self.end_at_once()
+            }
+            (_, Some(since)) if now - since >= SAME => self.end_at_once(),
+            (Phase::IsLooked | Phase::Ends(_), None) => {
+                self.0.is_asked.store(true, Ordering::Relaxed);
+                if let Phase::Ends(doing) = phase
+                    && !is_warning
+                {
+                    crate::say(format_args!(
+                        "interrupted: {doing}; interrupt again to end at once"
+                    ));
+                }
+            }
+            (_, Some(_)) | (Phase::IsOthers, None) => {}
+        }
+    }
+
+    fn end_at_once(&self) -> ! {
+        runtime::files::remove_unfinished();
+        self.remove_empty();
+        std::process::exit(Exit::Interrupted as i32)
+    }
+
+    /// Has somebody look for the interrupt, with [`Self::is_asked`].
+    pub fn is_looked(&self) {
+        *lock(&self.0.phase) = Phase::IsLooked;
+    }
+    /// Has the first interrupt set the flag that is returned, and say what the run is `doing` then.
+    pub fn ends(&self, doing: &'static str) -> Arc<AtomicBool> {
+        *lock(&self.0.phase) = Phase::Ends(doing);
+        Arc::clone(&self.0.is_asked)
+    }
+    /// Leaves the first interrupt to another process. The second one ends this one.
+    pub fn is_others(&self) {
+        *lock(&self.0.phase) = Phase::IsOthers;
+    }
+    /// Whether somebody has asked the run to end.
+    pub fn is_asked(&self) -> bool {
+        self.0.is_asked.load(Ordering::Relaxed)
+    }
+    /// The same of a moment in which another process of the run has ended: who asks may ask all of them,
+    /// and this one may hear of it last.
+    pub fn is_asked_soon(&self) -> bool {
+        let until = Instant::now() + SAME;
+        while !self.is_asked() && Instant::now() < until {
+            std::thread::sleep(LOOK);
+        }
+        self.is_asked()
+    }
+    /// Notes a folder that is about to be made where it is not there yet: it goes with the run if
+    /// nothing comes into it.
+    pub fn makes(&self, folder: &Path) {
+        if !folder.exists() {
+            lock(&self.0.made).push(folder.to_path_buf());
+        }
+    }
+    /// Has the folders that the run has made and left empty go when the result does.
+    pub fn clear_at_end(&self) -> Clearing {
+        Clearing(self.clone())
+    }
+    fn remove_empty(&self) {
+        for folder in lock(&self.0.made).drain(..).rev() {
+            let _ = std::fs::remove_dir(folder);
+        }
+    }
+}
+
+/// Removes the folders that a run has made and left empty.
+pub struct Clearing(Interrupts);
+
+impl Drop for Clearing {
+    fn drop(&mut self) {
+        self.0.remove_empty();
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

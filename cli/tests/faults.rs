@@ -10,7 +10,7 @@ use serde_json::Value;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
-use support::{Done, Place, faults, said};
+use support::{Begin, Done, Place, faults, said};
 
 const RUN: [&str; 4] = ["run", "plan.json", "--data", "text.txt"];
 
@@ -72,8 +72,9 @@ fn shards(place: &Place, folder: &str) -> Vec<Vec<u8>> {
     shards.map(|f| std::fs::read(f).unwrap()).collect()
 }
 
+/// Names of what is unfinished in `state`, which is gone where the run that made it left it empty.
 fn leftovers(place: &Place) -> Vec<String> {
-    let entries = std::fs::read_dir(place.path("state")).unwrap();
+    let entries = std::fs::read_dir(place.path("state")).into_iter().flatten();
     let names = entries.map(|e| e.unwrap().file_name().into_string().unwrap());
     names.filter(|n| n.starts_with('.')).collect()
 }
@@ -202,6 +203,61 @@ fn disks_that_fail_end_no_run_and_spoil_no_checkpoint() {
         assert_eq!(measured["steps"].as_array().unwrap().len(), 3);
         at += stride();
     }
+}
+
+/// A run whose operations on files below `state` of these kinds fail, each so-many-th of them.
+fn failing(place: &Place, (kinds, every, error): (&str, &str, &str), args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_meshwright"))
+        .args([&RUN[..], args].concat())
+        .current_dir(place.path("."))
+        .env("LD_PRELOAD", faults(place))
+        .env("FAULT_IN", "state")
+        .env("FAULT_KINDS", kinds)
+        .env("FAULT_EVERY", every)
+        .env("FAULT_ERRNO", error)
+        .env("FAULT_LOG", place.path("operations"))
+        .output()
+        .unwrap()
+}
+
+/// Operations that a signal interrupts are made again, and nobody notices.
+#[test]
+fn operations_that_are_interrupted_are_made_again() {
+    const INTERRUPTED: &str = "4";
+    let place = two_ranks();
+    let state = ["--checkpoint", "state", "--checkpoint-every", "1"];
+    let args = [&["--steps", "4"][..], &state].concat();
+    let output = failing(&place, ("wso", "2", INTERRUPTED), &args);
+    let words = support::flat(&said(&output));
+    assert_eq!(output.status.code(), Some(0), "{words}");
+    assert!(!words.contains("warning"), "{words}");
+    let letters = place.read("operations");
+    for letter in *b"wso" {
+        let n = letters.iter().filter(|l| **l == letter).count();
+        assert!(n > 1, "{n} of {}", letter as char);
+    }
+    assert_eq!(newest_step(&place), 4);
+    assert_eq!(leftovers(&place), [""; 0]);
+    run(&place, &["--steps", "4", "--checkpoint", "whole"]).expect(0);
+    assert!(shards(&place, "state") == shards(&place, "whole"));
+}
+
+/// Old checkpoints that cannot be removed are in nobody's way: the run is done, the new ones are whole, and
+/// what is left of the old ones goes as soon as it can.
+#[test]
+fn removals_that_fail_end_no_run() {
+    const NOT_PERMITTED: &str = "1";
+    let place = two_ranks();
+    let state = ["--checkpoint", "state", "--checkpoint-every", "1"];
+    let args = [&["--steps", "6"][..], &state].concat();
+    let output = failing(&place, ("u", "1", NOT_PERMITTED), &args);
+    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    assert!(place.read("operations").contains(&b'u'));
+    assert_eq!(newest_step(&place), 6);
+    let go_on = ["--steps", "1", "--resume", "state", "--checkpoint", "state"];
+    run(&place, &go_on).expect(0);
+    assert_eq!(newest_step(&place), 7);
+    assert_eq!(leftovers(&place), [""; 0]);
 }
 
 /// A disk that is slower than checkpoints are due: steps go on beside one that is written, the next one
@@ -382,7 +438,7 @@ fn runs_share_a_folder_of_checkpoints() {
         .current_dir(place.path("."))
         .stderr(std::process::Stdio::null())
         .stdout(std::process::Stdio::null())
-        .spawn()
+        .begin()
         .unwrap();
     let began = std::time::Instant::now();
     let is_there = || std::fs::read_dir(place.path("state")).is_ok_and(|d| d.count() > 1);
@@ -444,6 +500,88 @@ fn checkpoints_that_everybody_can_write_to_are_warned_of() {
     );
 }
 
+/// A user of this machine that is not the administrator, as whom a command is run.
+const SOMEBODY: u32 = 65_534;
+
+/// A run as a user who is not the administrator; none where this user can be nobody else and is the
+/// administrator, or that one cannot reach the binary.
+fn as_somebody(place: &Place, args: &[&str]) -> Option<Output> {
+    let binary = env!("CARGO_BIN_EXE_meshwright");
+    let mut command = match rustix::process::geteuid().is_root() {
+        false => Command::new(binary),
+        true => {
+            let id = SOMEBODY.to_string();
+            let mut command = Command::new("setpriv");
+            command
+                .args(["--reuid", &id, "--regid", &id, "--clear-groups"])
+                .arg(binary);
+            command
+        }
+    };
+    let output = command.args(args).current_dir(place.path(".")).output();
+    let output = output.unwrap();
+    let words = said(&output);
+    let is_there = output.status.code() != Some(127) && !words.contains("setpriv:");
+    if !is_there {
+        eprintln!("skipped: another user cannot run the binary: {words}");
+    }
+    is_there.then_some(output)
+}
+
+/// A checkpoint that this user may not read is passed over for an older one, and where none can be read
+/// that is said, with the file; whose folder another user owns, that one decides what a run goes on from.
+#[test]
+fn checkpoints_that_are_not_ours_are_said() {
+    let place = two_ranks();
+    let state = ["--checkpoint", "state", "--checkpoint-every", "1"];
+    run(&place, &[&["--steps", "2"][..], &state].concat()).expect(0);
+    let names = place.names_in("state");
+    assert_eq!(names, ["0001-step-1", "0002-step-2"]);
+    let mode = |mode: u32, path: &str| {
+        use std::os::unix::fs::PermissionsExt;
+        let mode = std::fs::Permissions::from_mode(mode);
+        std::fs::set_permissions(place.path(path), mode).unwrap();
+    };
+    // All that the run reads and writes is anybody's, but for what is taken away below.
+    mode(0o777, ".");
+    let resume = [&RUN[..], &["--steps", "1", "--resume", "state", "-o"]].concat();
+    let go_on = |output: &str| as_somebody(&place, &[&resume[..], &[output]].concat());
+    let shard = |name: &str| format!("state/{name}/rank-1.safetensors");
+    mode(0o000, &shard(&names[1]));
+    let Some(output) = go_on("a.json") else {
+        return;
+    };
+    let words = support::flat(&said(&output));
+    assert_eq!(output.status.code(), Some(0), "{words}");
+    let passed = format!(
+        "passed over {}: cannot read: Permission denied",
+        shard(&names[1])
+    );
+    assert!(words.contains(&passed), "{words}");
+    assert!(words.contains("0001-step-1, after 1 step"), "{words}");
+    mode(0o000, &shard(&names[0]));
+    let output = go_on("b.json").unwrap();
+    let words = support::flat(&said(&output));
+    assert_eq!(output.status.code(), Some(3), "{words}");
+    assert!(
+        words.contains("none of its 2 checkpoints is whole"),
+        "{words}"
+    );
+    assert!(words.contains("Permission denied"), "{words}");
+    assert!(!place.exists("b.json"));
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("skipped: only the administrator can give files away");
+        return;
+    }
+    mode(0o644, &shard(&names[0]));
+    let all = std::fs::read_dir(place.path("state")).unwrap().flatten();
+    for path in all.map(|e| e.path()).chain([place.path("state")]) {
+        std::os::unix::fs::chown(&path, Some(SOMEBODY), None).unwrap();
+    }
+    let done = run(&place, &["--steps", "1", "--resume", "state"]).expect(0);
+    done.says(&["state: user 65534, who owns it, can write to it"]);
+}
+
 /// The limit of a file's length sends a signal that kills who does not expect it.
 #[test]
 fn the_limit_of_a_file_ends_no_run() {
@@ -481,6 +619,85 @@ fn values_that_are_no_numbers_stop_all_ranks_at_the_same_step() {
         );
         assert!(!place.exists("wild.json"));
     }
+}
+
+/// The same where loss scaling can go no lower, where no norm is there to wait for, and in a validation.
+#[test]
+fn the_first_tensor_is_named_whatever_finds_that_it_is_no_number() {
+    let place = Place::new();
+    let compile = ["compile", "config.json", "--cluster", "cpu-default"];
+    let batch = ["--global-batch", "4"];
+    let named = "the first tensor that is no number: ";
+    let ends = |more: &[&str], figure: &str| {
+        for processes in [&[][..], &["--processes=2"]] {
+            let wild = ["--steps", "40", "--lr", "1e30", "-o", "wild.json"];
+            let done = run(&place, &[&wild[..], more, processes].concat()).expect(6);
+            let flat = support::flat(&done.err);
+            let told = flat.split_once(named);
+            let (before, tensor) = told.unwrap_or_else(|| panic!("none is named: {flat}"));
+            assert!(before.contains(figure), "{flat}");
+            assert!(tensor.contains("of rank"), "{flat}");
+            assert!(!place.exists("wild.json"));
+        }
+    };
+    let f16 = ["--precision", "f16", "--pin", "data=2"];
+    place.run(&[&compile[..], &batch, &f16].concat()).expect(0);
+    ends(&[], "at a loss scale of 1");
+    let stages = ["--pin", "pipeline=2"];
+    place
+        .run(&[&compile[..], &batch, &stages].concat())
+        .expect(0);
+    ends(&["--validate-every", "1"], "the validation loss of step 1");
+    // Each microbatch updates the weights that the next one meets.
+    place.write(
+        "config.json",
+        support::CONFIG.replace("\"n_layer\"", "\"tie_word_embeddings\": false, \"n_layer\""),
+    );
+    let each = ["--clip-norm", "none", "--pin", "schedule=pipedream"];
+    let pins = ["--pin", "microbatch=2"];
+    place
+        .run(&[&compile[..], &batch, &stages, &each, &pins].concat())
+        .expect(0);
+    ends(&[], "the loss of step");
+}
+
+/// A plan for more than this machine has, and one for GPUs where there are none: refused before anything is
+/// allocated or made, with what it needs and what there is.
+#[test]
+fn plans_for_more_than_there_is_are_refused_at_once() {
+    let place = Place::new();
+    // 128 ranks with 23 GiB each: more than any machine of one host that runs tests.
+    let compile = ["compile", "gpt3-175b", "--cluster", "dgx-a100-80gb"];
+    let hosts = [
+        "--hosts",
+        "16",
+        "--global-batch",
+        "16",
+        "--sequence",
+        "2048",
+    ];
+    let stages = ["--pin", "tensor=8", "--pin", "pipeline=16"];
+    let plain = ["--pin", "schedule=1f1b", "--pin", "zero=0"];
+    let micro = ["--pin", "recompute=full", "--pin", "microbatch=1"];
+    let rest = ["--precision", "bf16"];
+    let all = [&compile[..], &hosts, &stages, &plain, &micro, &rest].concat();
+    place.run(&all).expect(0);
+    let before = place.names();
+    let state = ["--steps", "1", "--checkpoint", "state"];
+    for processes in [&[][..], &["--processes=4"]] {
+        run(&place, &[&state[..], processes].concat())
+            .expect(6)
+            .says(&[
+                "the plan's 128 ranks need ",
+                " GiB together, this machine has ",
+            ]);
+        assert_eq!(place.names(), before, "something was made");
+    }
+    let gpus = [&RUN[..], &state, &["--backend", "cuda"]].concat();
+    // Neither NVIDIA's libraries nor the emulator's.
+    let done = place.run_with(&gpus, &[("LD_LIBRARY_PATH", "")]).expect(6);
+    done.says(&["GPU"]);
+    assert_eq!(place.names(), before, "something was made");
 }
 
 /// Looks at checkpoints, and has them damaged in all ways.
@@ -539,8 +756,16 @@ fn checkpoints_are_inspected_verified_and_converted() {
         .expect(3)
         .says(&["in the checkpoint"]);
     place.run(&["checkpoint", "verify", "state"]).expect(0);
-    // All that is wrong is named, of every checkpoint.
     let shard = |rank: u32| format!("state/{newest}/rank-{rank}.safetensors");
+    // A shard alone is no checkpoint, be it whole.
+    for verb in ["verify", "inspect"] {
+        let folder = format!("give the folder of the checkpoint, state/{newest},");
+        place
+            .run(&["checkpoint", verb, &shard(0)])
+            .expect(3)
+            .says(&["is one shard of a checkpoint", &folder]);
+    }
+    // All that is wrong is named, of every checkpoint.
     let good = [0, 1].map(|rank| place.read(&shard(rank)));
     let mut turned = good[0].clone();
     let middle = turned.len() / 2;

@@ -10,11 +10,11 @@ mod support;
 use serde_json::Value;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Command, Output, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
-use support::{Place, faults, repository, said};
+use support::{Begin, Place, Running, faults, repository, said};
 
 const RUN: [&str; 4] = ["run", "plan.json", "--data", "text.txt"];
 
@@ -172,7 +172,7 @@ fn a_slow_link_that_breaks_messages_up_changes_no_bit() {
     let (second, _) = go_between(first.clone(), SLOW);
     let more = ["--steps", "4", "-o", "apart.json"];
     let started = [("0", first), ("1", second)]
-        .map(|(rank, at)| process(&place, rank, &at, &more).spawn().unwrap());
+        .map(|(rank, at)| process(&place, rank, &at, &more).begin().unwrap());
     for child in started {
         let output = child.wait_with_output().unwrap();
         assert_eq!(output.status.code(), Some(0), "{}", said(&output));
@@ -207,7 +207,7 @@ fn a_late_and_a_narrow_link_show_in_what_crosses_them() {
         let (second, _) = go_between(first.clone(), mode);
         let more = ["--steps", "4", "-o", "run.json"];
         let started = [("0", first), ("1", second)]
-            .map(|(rank, at)| process(&place, rank, &at, &more).spawn().unwrap());
+            .map(|(rank, at)| process(&place, rank, &at, &more).begin().unwrap());
         for child in started {
             let output = child.wait_with_output().unwrap();
             assert_eq!(output.status.code(), Some(0), "{}", said(&output));
@@ -419,14 +419,15 @@ fn a_link_that_becomes_slow_is_said() {
     let (second, does) = go_between(first.clone(), WHOLE);
     let more = ["--steps", "100000000", "-o", "run.json"];
     let metrics = [&more[..], &["--metrics", "m.csv"]].concat();
-    let mut started: [Child; 2] = [
-        process(&place, "0", &first, &metrics).spawn().unwrap(),
-        process(&place, "1", &second, &more).spawn().unwrap(),
+    let mut started: [Running; 2] = [
+        process(&place, "0", &first, &metrics).begin().unwrap(),
+        process(&place, "1", &second, &more).begin().unwrap(),
     ];
     // A window to become warm, and one to compare with.
     wait_for_steps(&place, 45);
     std::thread::sleep(Duration::from_secs(2));
     does.store(SHARED, Ordering::Relaxed);
+    let n_before = rows(&place).len();
     let words = started[0].stderr.take().unwrap();
     let mut lines = std::io::BufRead::lines(std::io::BufReader::new(words));
     let mut told = lines.find(|line| {
@@ -438,9 +439,30 @@ fn a_link_that_becomes_slow_is_said() {
         child.wait().unwrap();
     }
     let told = told.take().unwrap().unwrap();
+    // Whatever else the machine does: steps went on over the slow link, to the bits of one process.
+    let slow = rows(&place);
+    assert!(
+        slow.len() > n_before + 1,
+        "no step over the slow link: {told}"
+    );
+    // The last row may be a part of one.
+    let slow = &slow[..slow.len() - 1];
+    let n = slow.len().to_string();
+    let alone = ["--steps", &n, "--metrics", "m.csv", "-o", "alone.json"];
+    std::fs::remove_file(place.path("m.csv")).unwrap();
+    let run = ["run", "plan.json", "--data", "text.txt"];
+    place.run(&[&run[..], &alone].concat()).expect(0);
+    assert_eq!(slow, rows(&place));
     // On a machine with other work nothing can be told of the link.
     let is_told = told.contains("all ranks wait") || told.contains("keeps the host busy");
     assert!(is_told, "{told}");
+}
+
+/// Step, loss and norm of the steps in the metrics.
+fn rows(place: &Place) -> Vec<String> {
+    let text = std::fs::read_to_string(place.path("m.csv")).unwrap_or_default();
+    let figures = |row: &str| row.split(',').take(3).collect::<Vec<_>>().join(",");
+    text.lines().skip(1).map(figures).collect()
 }
 
 /// Returns once so many rows are written: some steps are done.
@@ -460,9 +482,9 @@ fn broken(mode: u8) -> ([String; 2], Duration) {
     let (second, does) = go_between(first.clone(), WHOLE);
     let more = ["--steps", "100000000", "-o", "run.json", "--time-out", "1"];
     let metrics = [&more[..], &["--metrics", "m.csv"]].concat();
-    let started: [Child; 2] = [
-        process(&place, "0", &first, &metrics).spawn().unwrap(),
-        process(&place, "1", &second, &more).spawn().unwrap(),
+    let started: [Running; 2] = [
+        process(&place, "0", &first, &metrics).begin().unwrap(),
+        process(&place, "1", &second, &more).begin().unwrap(),
     ];
     wait_for_steps(&place, 4);
     let began = Instant::now();
@@ -533,7 +555,7 @@ fn a_process_that_ends_with_code_0_is_lost_all_the_same() {
         "--checkpoint-every",
         "2",
     ];
-    let first_one = process(&place, "0", &first, &every).spawn().unwrap();
+    let first_one = process(&place, "0", &first, &every).begin().unwrap();
     let second = process(&place, "1", &first, &every)
         .env("LD_PRELOAD", library)
         .env("FAULT_IN", "state")

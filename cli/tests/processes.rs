@@ -9,13 +9,13 @@ mod support;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::io::{BufRead, BufReader};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Command, Output, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use support::{CONFIG, Place, assert_no_panic, processes_of, said};
+use support::{Begin, CONFIG, Place, Running, assert_no_panic, processes_of, said};
 
 const RUN: [&str; 4] = ["run", "plan.json", "--data", "text.txt"];
 
@@ -154,9 +154,9 @@ fn launch(place: &Place, variables: &[&[(&str, &str)]], args: &[&str]) -> Vec<Ou
         command
             .env("TMPDIR", place.path("."))
             .env_remove("XDG_RUNTIME_DIR");
-        command.envs(variables.iter().copied()).spawn().unwrap()
+        command.envs(variables.iter().copied()).begin().unwrap()
     };
-    let started: Vec<Child> = variables.iter().map(start).collect();
+    let started: Vec<Running> = variables.iter().map(start).collect();
     let ended = started.into_iter().map(|c| c.wait_with_output().unwrap());
     ended.collect()
 }
@@ -208,9 +208,55 @@ fn processes_of_launchers_find_each_other() {
         assert_eq!(steps(&run_json(&place, name)), expected, "{name}");
     }
     // The secret does not stay.
-    let left = place.names();
-    let folder = left.iter().find(|n| n.starts_with("meshwright-")).unwrap();
-    assert_eq!(std::fs::read_dir(place.path(folder)).unwrap().count(), 0);
+    assert_eq!(posted(&place), [""; 0]);
+}
+
+/// The files by which processes of launchers find each other, with the secrets of their runs.
+fn posted(place: &Place) -> Vec<String> {
+    let names = place.names();
+    let folder = names.iter().find(|n| n.starts_with("meshwright-"));
+    folder.map_or_else(Vec::new, |folder| place.names_in(folder))
+}
+
+/// A process 0 that is killed before all have met leaves its secret, which goes when the next run begins.
+#[test]
+fn the_secret_of_a_killed_run_goes_with_the_next_one() {
+    let place = Place::with_plan();
+    let start = |rank: &str, port: &str, steps: &str| {
+        let mut command = command(&place, &[&RUN[..], &["--steps", steps]].concat());
+        command
+            .env("TMPDIR", place.path("."))
+            .env_remove("XDG_RUNTIME_DIR")
+            .envs([("RANK", rank), ("WORLD_SIZE", "2")])
+            .envs([("LOCAL_WORLD_SIZE", "2"), ("MASTER_PORT", port)])
+            .env("MASTER_ADDR", "127.0.0.1");
+        command.begin().unwrap()
+    };
+    let mut killed = start("0", "29513", "100000000");
+    let since = Instant::now();
+    while posted(&place).is_empty() {
+        assert!(
+            since.elapsed() < Duration::from_secs(60),
+            "nothing is posted"
+        );
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    killed.kill().unwrap();
+    killed.wait().unwrap();
+    // One that was killed while it wrote has left this, and a file of somebody else's stays.
+    let folder = place.names();
+    let folder = folder
+        .iter()
+        .find(|n| n.starts_with("meshwright-"))
+        .unwrap();
+    place.write(&format!("{folder}/.new-{}-Xy3", killed.id()), "a part");
+    place.write(&format!("{folder}/notes.txt"), "mine");
+    assert_eq!(posted(&place).len(), 3);
+    for child in ["0", "1"].map(|rank| start(rank, "29514", "2")) {
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    }
+    assert_eq!(posted(&place), ["notes.txt"]);
 }
 
 /// `--time-out` is for steps: on a busy machine a process starts late and is no lost one.
@@ -228,7 +274,7 @@ fn processes_that_come_late_are_waited_for() {
             ("WORLD_SIZE", "2"),
             ("LOCAL_WORLD_SIZE", "2"),
         ];
-        command.envs(variables).spawn().unwrap()
+        command.envs(variables).begin().unwrap()
     };
     let first = start("0");
     std::thread::sleep(Duration::from_millis(1600));
@@ -262,7 +308,7 @@ fn processes_of_other_runs_are_refused() {
             ("WORLD_SIZE", "2"),
             ("LOCAL_WORLD_SIZE", "2"),
         ];
-        command.envs(variables).spawn().unwrap()
+        command.envs(variables).begin().unwrap()
     };
     let both = [start("0", "plan.json"), start("1", "other.json")];
     for output in both.map(|c| c.wait_with_output().unwrap()) {
@@ -400,7 +446,7 @@ fn hosts_meet_at_an_address_with_a_secret() {
             ("WORLD_SIZE", "2"),
             ("LOCAL_WORLD_SIZE", "1"),
         ];
-        command(&place, &args).envs(variables).spawn().unwrap()
+        command(&place, &args).envs(variables).begin().unwrap()
     };
     // It waits for process 0 longer than its steps may take, and no longer once it is refused.
     let stranger = start("1", "wrong", "1");
@@ -424,7 +470,7 @@ fn a_killed_process_is_named_and_nobody_is_left() {
     let start = |flags: &[&str]| {
         let args = ["--steps", "100000000", "--record", "records"];
         let args = [&RUN[..], &args, flags].concat();
-        command(&place, &args).spawn().unwrap()
+        command(&place, &args).begin().unwrap()
     };
     let child = start(&["--processes", "-o", "killed.json"]);
     let victim = process_of(&place, 2).to_string();
@@ -464,7 +510,7 @@ fn a_killed_process_of_gpus_is_named_and_nobody_is_left() {
     let child = command(&place, &[&RUN[..], &args, &gpus].concat())
         .env("LD_LIBRARY_PATH", folder)
         .env("MESHWRIGHT_EMULATOR_GPUS", "4")
-        .spawn()
+        .begin()
         .unwrap();
     let victim = process_of(&place, 2).to_string();
     let killed = Command::new("kill").args(["-9", &victim]).status();
@@ -501,7 +547,7 @@ fn a_process_whose_driver_does_not_come_back_ends() {
             .env("LD_LIBRARY_PATH", &folder)
             .env("MESHWRIGHT_EMULATOR_GPUS", "4")
             .env("MESHWRIGHT_EMULATOR_HANGS", place.path("hangs"))
-            .spawn()
+            .begin()
             .unwrap();
         process_after(&place, 2, 1);
         place.write("named", kernel);
@@ -528,7 +574,7 @@ fn two_processes_that_are_killed_at_once_end_the_run() {
     let place = Place::with_plan();
     let args = ["--steps", "100000000", "--processes", "-o", "two.json"];
     let records = ["--record", "records"];
-    let child = command(&place, &[&RUN[..], &args, &records].concat()).spawn();
+    let child = command(&place, &[&RUN[..], &args, &records].concat()).begin();
     let child = child.unwrap();
     let victims = [1, 2].map(|rank| process_of(&place, rank).to_string());
     let killed = Command::new("kill").arg("-9").args(&victims).status();
@@ -575,11 +621,11 @@ fn killed_runs_go_on_to_the_same_bits() {
             args.extend(["--resume", "state"]);
         }
         let mut child = command(&place, &[&RUN[..], &args].concat())
-            .spawn()
+            .begin()
             .unwrap();
         // After some more checkpoints, at a moment between two that no step determines.
         moment = (moment * 7919 + 104_729) % 1000;
-        let goes_on = |child: &mut Child| child.try_wait().unwrap().is_none();
+        let goes_on = |child: &mut Running| child.try_wait().unwrap().is_none();
         while goes_on(&mut child) && done() < before + 7 * (1 + moment % 4) {
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -648,7 +694,7 @@ fn processes_that_go_on_in_time_end_no_run() {
         "stopped.json",
     ];
     let more = ["--time-out", "20", "--record", "records"];
-    let child = command(&place, &[&RUN[..], &args, &more].concat()).spawn();
+    let child = command(&place, &[&RUN[..], &args, &more].concat()).begin();
     let child = child.unwrap();
     let other = process_of(&place, 3).to_string();
     let own = child.id().to_string();
@@ -694,7 +740,7 @@ fn orphan_is_caught() -> bool {
         &["--processes=2", "--steps", "100000000", "-o", "o.json"],
     ]
     .concat();
-    let mut child = command(&place, &args).spawn().unwrap();
+    let mut child = command(&place, &args).begin().unwrap();
     let own = child.id();
     let since = Instant::now();
     // The other one, as soon as it is there, is held up before it can join.
@@ -764,7 +810,7 @@ fn a_process_that_is_killed_for_memory_is_named() {
     let state = ["--checkpoint", "state", "--checkpoint-every", "10"];
     let record = ["--record", "records"];
     let args = [&RUN[..], &more, &state, &record].concat();
-    let child = command(&place, &args).spawn().unwrap();
+    let child = command(&place, &args).begin().unwrap();
     let victim = process_of(&place, 2).to_string();
     std::fs::write(group.0.join("cgroup.procs"), &victim).unwrap();
     // It has what it had; the next page is one too many.
@@ -793,7 +839,7 @@ fn a_checkpoint_that_cannot_be_written_ends_no_run() {
     ];
     let every = ["--checkpoint-every", "1", "--checkpoints-kept", "3"];
     let child = command(&place, &[&RUN[..], &args, &every].concat())
-        .spawn()
+        .begin()
         .unwrap();
     let kept = || std::fs::read_dir(place.path("state")).map_or(0, Iterator::count);
     let began = Instant::now();
@@ -831,7 +877,7 @@ fn a_rank_that_hangs_is_found_by_its_record() {
     let args = ["--steps", "100000000", "--processes", "-o", "hung.json"];
     let patience = ["--time-out", "10", "--record", "records"];
     let child = command(&place, &[&RUN[..], &args, &patience].concat())
-        .spawn()
+        .begin()
         .unwrap();
     let victim = process_of(&place, 3).to_string();
     let signal = |name: &str| {
@@ -915,7 +961,7 @@ fn a_killed_rank_is_found_by_records_that_nobody_asked_for() {
     let mut n_in_calls = 0;
     for (round, rank) in [1, 2, 3, 3, 2, 1].into_iter().enumerate() {
         let args = [&RUN[..], &UNASKED].concat();
-        let child = command(&place, &args).spawn().unwrap();
+        let child = command(&place, &args).begin().unwrap();
         // The folder is that of the round before until the run begins.
         let since = Instant::now();
         let victim = loop {
@@ -964,12 +1010,19 @@ fn a_killed_rank_is_found_by_records_that_nobody_asked_for() {
 fn the_loss_of_process_0_is_in_the_records() {
     let place = Place::with_plan();
     let mut child = command(&place, &[&RUN[..], &UNASKED].concat())
-        .spawn()
+        .begin()
         .unwrap();
     process_in(&place, "run.records", 3, 20);
     child.kill().unwrap();
-    child.wait().unwrap();
+    // The words of those that are left, as they go to the same place.
+    let output = child.wait_with_output().unwrap();
+    let words = said(&output);
     wait_for_none(&place, "run.json");
+    assert!(words.contains("rank0 is lost: process 0 (pid "), "{words}");
+    assert!(words.contains(". rank0, in step "), "{words}");
+    let doctor = "`meshwright doctor plan.json run.records` says where each rank was";
+    assert!(words.contains(doctor), "{words}");
+    assert!(!words.contains("PLAN RECORDS"), "{words}");
     let (words, culprits) = examined(&place);
     let found = "The run itself found: rank0 is lost (";
     assert!(words.starts_with(found), "{words}");
@@ -981,7 +1034,7 @@ fn the_loss_of_process_0_is_in_the_records() {
 fn a_rank_that_hangs_is_found_after_the_end() {
     let place = Place::with_plan();
     let args = [&RUN[..], &UNASKED, &["--time-out", "2"]].concat();
-    let child = command(&place, &args).spawn().unwrap();
+    let child = command(&place, &args).begin().unwrap();
     let victim = process_in(&place, "run.records", 2, 20);
     send("-STOP", victim);
     let since = Instant::now();
@@ -1047,7 +1100,7 @@ fn a_run_that_ends_well_leaves_no_records() {
     // A loss does not end an elastic run.
     let state = ["--checkpoint", "state", "--checkpoint-every", "20"];
     let more = ["--steps", "400", "--processes", "--elastic"];
-    let child = command(&place, &run(&[&more[..], &state].concat())).spawn();
+    let child = command(&place, &run(&[&more[..], &state].concat())).begin();
     let child = child.unwrap();
     send("-9", process_in(&place, "run.records", 2, 20));
     let output = child.wait_with_output().unwrap();
@@ -1058,6 +1111,32 @@ fn a_run_that_ends_well_leaves_no_records() {
     assert!(words.contains("run.records/before-loss-1"), "{words}");
     assert!(!place.exists("run.records"), "{words}");
     wait_for_none(&place, "run.json");
+}
+
+/// Records that were asked for and cannot be begun end the run before its first step, by the name of the
+/// file; without those that nobody asked for it goes on.
+#[test]
+fn records_that_were_asked_for_are_written_or_said() {
+    let place = Place::with_plan();
+    // Of process 0, and of another one.
+    for (rank, file) in [(0, "mine/rank-0.record"), (3, "mine/rank-3.record")] {
+        std::fs::create_dir_all(place.path(file)).unwrap();
+        for (processes, code) in [
+            (&[][..], 3),
+            (&["--processes=2"], if rank == 0 { 3 } else { 6 }),
+        ] {
+            let few = ["--steps", "2", "-o", "run.json", "--record", "mine"];
+            let done = place
+                .run(&[&RUN[..], &few, processes].concat())
+                .expect(code);
+            done.says(&[file]);
+            assert!(!place.exists("run.json"));
+        }
+        std::fs::remove_dir_all(place.path("mine")).unwrap();
+    }
+    std::fs::create_dir_all(place.path("run.records/rank-3.record")).unwrap();
+    let few = ["--steps", "2", "-o", "run.json", "--processes=2"];
+    place.run(&[&RUN[..], &few].concat()).expect(0);
 }
 
 /// Lets processes go on for three of seven milliseconds, which is about half of their speed, from when it
@@ -1169,7 +1248,7 @@ fn a_process_at_half_its_speed_is_named_until_it_has_all_again() {
     let more = ["--steps", "100000000", "--processes", "-o", "slow.json"];
     let watched = ["--metrics", "slow.csv", "--record", "records"];
     let args = [&RUN[..], &more, &watched].concat();
-    let mut child = command(&place, &args).spawn().unwrap();
+    let mut child = command(&place, &args).begin().unwrap();
     let ids = [child.id(), process_of(&place, 1)];
     let (tell, lines) = channel();
     let words = BufReader::new(child.stderr.take().unwrap());
@@ -1208,6 +1287,35 @@ fn a_process_at_half_its_speed_is_named_until_it_has_all_again() {
         run.said
     );
     println!("{all}");
+    // Whatever else the machine does: the run has gone on all the while to the same bits, and nobody is as
+    // fast again who was not said to be slow.
+    let losses = |name: &str| -> Vec<String> {
+        let text = String::from_utf8(place.read(name)).unwrap();
+        let loss = |row: &str| row.split(',').take(3).collect::<Vec<_>>().join(",");
+        text.lines().skip(1).map(loss).collect()
+    };
+    let slow = losses("slow.csv");
+    let n_seen = quiet.1 + alike.1 + between.1 + named.1 + over.1;
+    assert!(
+        slow.len() >= n_seen && n_seen > 0,
+        "{} rows: {all}",
+        slow.len()
+    );
+    // The last row may be a part of one.
+    let slow = &slow[..slow.len() - 1];
+    let n = slow.len().to_string();
+    let undisturbed = ["--steps", &n, "--metrics", "alone.csv", "-o", "alone.json"];
+    place.run(&[&RUN[..], &undisturbed].concat()).expect(0);
+    assert_eq!(slow, losses("alone.csv"));
+    for rank in ["rank0", "rank1"] {
+        let at = |words: &str| {
+            let words = format!("{rank} {words}");
+            run.said.iter().position(|line| line.contains(&words))
+        };
+        if let Some(again) = at("is as fast as the others again") {
+            assert!(at("works ").is_some_and(|slow| slow < again), "{all}");
+        }
+    }
     // On a machine with other work no processor can be told from another one.
     let is_busy = run.said.iter().any(|line| line.contains("the host busy"));
     if is_busy || others > MOST_OF_OTHERS {

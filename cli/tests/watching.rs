@@ -9,7 +9,7 @@ use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::process::{Command, Stdio};
-use support::{Done, Place};
+use support::{Begin, Done, Place};
 
 fn run(place: &Place, more: &[&str]) -> Done {
     place.run(&[&["run", "plan.json", "--data", "text.txt"], more].concat())
@@ -153,7 +153,7 @@ fn prometheus_reads_the_newest_step_on_this_host() {
         .current_dir(place.path("."))
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
-        .spawn()
+        .begin()
         .unwrap();
     let mut said = BufReader::new(child.stderr.take().unwrap());
     let mut line = String::new();

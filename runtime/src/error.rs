@@ -231,6 +231,14 @@ impl RuntimeError {
             _ => false,
         }
     }
+    /// True for the errors of ranks that waited too long for this one.
+    pub(crate) fn misses(&self, rank: Rank) -> bool {
+        match self {
+            RuntimeError::Watchdog { waiting_for, .. } => waiting_for.contains(&rank),
+            RuntimeError::Instruction { source, .. } => source.misses(rank),
+            _ => false,
+        }
+    }
     /// True for the errors of ranks that stopped because another one failed.
     pub fn is_consequence(&self) -> bool {
         match self {

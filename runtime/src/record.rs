@@ -35,6 +35,18 @@ const BEFORE: &str = "before-run-";
 /// Characters of a host's name that have a place.
 const LONGEST_HOST: usize = 47;
 
+/// Where the ranks of a run write what they are doing.
+#[derive(Clone, Debug)]
+pub struct Recording {
+    /// The folder that has a record of every rank.
+    pub folder: PathBuf,
+    /// The fingerprint of the plan.
+    pub plan: String,
+    /// Whether somebody has asked for them: then a rank that cannot begin its record fails, and else it
+    /// goes on without.
+    pub is_asked_for: bool,
+}
+
 /// A rank's file.
 #[derive(Debug)]
 pub struct Record {

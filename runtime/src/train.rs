@@ -6,6 +6,7 @@ use crate::device::{Backend, cuda};
 use crate::error::RuntimeError;
 use crate::execute::{Session, SessionOptions, StateRequest};
 use crate::measure::Recorder;
+use crate::processes::Doing;
 use crate::schedule::LrSchedule;
 use crate::stragglers::{Finding, Stragglers};
 use ir::measurement::{Measurement, StepMeasurement};
@@ -214,6 +215,13 @@ fn steps(
     on_progress: &mut dyn FnMut(Progress),
 ) -> Result<(), RuntimeError> {
     let spec = options.spec;
+    let pulse = session.pulse();
+    let during = |doing| pulse.as_ref().map(|pulse| pulse.during(doing));
+    let _steps = during(Doing::Steps);
+    let on_progress = &mut |progress: Progress| {
+        let _telling = during(Doing::Telling);
+        on_progress(progress);
+    };
     // The host does not see where a GPU waits.
     let is_cpu = options.session.backend == Backend::Cpu;
     let mut stragglers = is_cpu.then(|| Stragglers::new(session.roles()));
@@ -222,17 +230,23 @@ fn steps(
                     on_progress: &mut dyn FnMut(Progress)|
      -> Result<(), RuntimeError> {
         let (step, n) = (session.step_number(), options.validation_batches.max(1));
-        let losses: Result<Vec<f64>, _> = (0..n).map(|i| session.validation_loss(i)).collect();
-        let loss = losses?.iter().sum::<f64>() / n as f64;
-        if !loss.is_finite() {
-            return Err(RuntimeError::Diverged {
-                step,
-                figure: "validation loss".into(),
-                value: loss,
-                loss_scale: None,
-                first: None,
-            });
+        let mut sum = 0.0;
+        for i in 0..n {
+            let loss = session.validation_loss(i)?;
+            if !loss.is_finite() {
+                let e = RuntimeError::Diverged {
+                    step,
+                    figure: "validation loss".into(),
+                    value: loss,
+                    loss_scale: None,
+                    first: session.first_spoiled().unwrap_or(None),
+                };
+                session.fail(&e.to_string());
+                return Err(e);
+            }
+            sum += loss;
         }
+        let loss = sum / n as f64;
         recorder.validation(step, loss);
         on_progress(Progress::Validation { step, loss });
         Ok(())
@@ -256,6 +270,7 @@ fn steps(
             if let RuntimeError::Diverged { first, .. } = &mut e {
                 *first = session.first_spoiled().unwrap_or(None);
             }
+            let _alone = during(Doing::Alone);
             // What was good before is kept.
             let ended = background.wait(session);
             let _ = settle(ended, session, on_progress);
@@ -266,6 +281,7 @@ fn steps(
         if options.check_replicas.is_some_and(is_due)
             && let Err(e) = session.check_replicas()
         {
+            let _alone = during(Doing::Alone);
             let ended = background.wait(session);
             let _ = settle(ended, session, on_progress);
             session.fail(&e.to_string());
@@ -288,6 +304,7 @@ fn steps(
             validate(session, recorder, on_progress)?;
         }
         let is_last = i + 1 == options.steps || stopped();
+        let _alone = during(Doing::Alone);
         let ended = background.poll(session);
         settle(ended, session, on_progress)?;
         if let Some(periodic) = options.checkpoints.filter(|_| !is_last) {

@@ -45,6 +45,21 @@ fn all(path: &Path) -> Result<Vec<PathBuf>, Failure> {
             help,
         ));
     }
+    // A shard alone is whole or damaged only by the manifest beside it.
+    let above = path.parent().unwrap_or(Path::new("."));
+    let is_shard = path.extension().is_some_and(|e| e == "safetensors");
+    if is_shard && path.is_file() && checkpoint::is_one(above) {
+        let above = match above.as_os_str().is_empty() {
+            true => ".".into(),
+            false => above.display().to_string(),
+        };
+        return Err(none(
+            "is one shard of a checkpoint, with the parts of states that a rank wrote",
+            format!(
+                "give the folder of the checkpoint, {above}, by whose manifest its shards are verified"
+            ),
+        ));
+    }
     let all = checkpoint::all(path);
     match all.is_empty() {
         true => Err(none(

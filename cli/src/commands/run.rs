@@ -19,6 +19,7 @@ mod watch;
 
 use crate::args::{BackendArg, CheckpointMode, DecayArg, MatmulsArg, RunArgs};
 use crate::failure::{CHECKPOINTS_ARE, Exit, Failure};
+use crate::interrupt::Interrupts;
 use crate::plan_file::{self, Loaded};
 use crate::{cluster, document, files, interrupt, model, outputs, report};
 use among::{Company, Setting};
@@ -62,20 +63,33 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     let setting = among::setting(args)?;
     let args = &records::by_default(args.clone(), &setting);
     if setting.index() > 0 {
+        // Those that process 0 has started leave it to that to speak.
+        let interrupts = Interrupts::watch(!matches!(setting, Setting::Started(_)))?;
         return match told::told(args, &setting)? {
-            Some(args) => serve(&args, &setting, &plan_file::load(&args.plan)?),
+            Some(args) => serve(
+                &args,
+                (&setting, &interrupts),
+                &plan_file::load(&args.plan)?,
+            ),
             None => Ok(()),
         };
     }
     keeper::keep(args, &setting)?;
+    let interrupts = Interrupts::watch(true)?;
+    let _clearing = interrupts.clear_at_end();
     let mut held = lock::held(args, &setting, false)?;
     told::forget(args, &setting);
     let loaded = plan_file::load(&args.plan)?;
     check_task(args, loaded.plan.train.task)?;
     elastic::check(args, &loaded)?;
     if let Standing::Done = journal::go_on(args, &setting, &loaded)? {
-        // The process that did what was left may have been killed before it took them away.
+        // The process that did what was left may have been killed before it took them away, and others
+        // may have left their states as they lost it.
         records::forget(args);
+        elastic::forget(args);
+        args.checkpoint
+            .iter()
+            .for_each(|folder| runtime::checkpoint::forget(folder));
         return Ok(());
     }
     if let Some(path) = &args.weights {
@@ -100,7 +114,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         Some(data) => data,
         None => Arc::new(dataset(args, &loaded.training)?),
     };
-    check_outputs(args, resume.as_deref())?;
+    check_outputs(args, resume.as_deref(), &interrupts)?;
     match args.backend {
         BackendArg::Cpu => fits_machine(&loaded, &setting)?,
         BackendArg::Cuda => has_gpus(args, &loaded, &setting)?,
@@ -124,10 +138,10 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         run: begun.or_else(|| args.run.clone()),
         ..args.clone()
     };
-    let unasked = Unasked::begin(&mut args);
+    let unasked = Unasked::begin(&mut args, &interrupts);
     let args = &args;
     let told = told::tell(args, &setting)?;
-    let mut company = among::gather(&setting, args, (&loaded, &chosen))?;
+    let mut company = among::gather((&setting, &interrupts), args, (&loaded, &chosen))?;
     drop(told);
     let processes = company.as_ref().map(|c| Arc::clone(&c.processes));
     let mut so_far = SoFar {
@@ -143,11 +157,32 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         (&dataset, &schedule),
         (weights.as_ref(), resume),
         (processes, &chosen),
-        &mut so_far,
+        (&mut so_far, &interrupts),
     )?;
     let explain = |e: RuntimeError, company: Option<&Company>| {
         let words = records::explained(args, &loaded, (&e, company));
+        if let Some(children) = company.and_then(|c| c.children.as_ref())
+            && let RuntimeError::Gone {
+                process,
+                is_silent: true,
+                ..
+            } = e
+        {
+            children.put_down(process);
+        }
         (e, words)
+    };
+    // A run that was to end and lost somebody on the way was interrupted all the same.
+    let failure_of = |e: RuntimeError, words: String| {
+        let is_loss = e.is_watchdog() || matches!(e, RuntimeError::Gone { .. });
+        let failure = records::failure(args, e, words);
+        match is_loss && interrupts.is_asked() {
+            true => {
+                let what = format!("interrupted, and the run did not end in order: {failure}");
+                failure.saying(what).exiting(Exit::Interrupted)
+            }
+            false => failure,
+        }
     };
     let Trained {
         measurement,
@@ -162,9 +197,9 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         }
         (Err((e @ RuntimeError::Gone { .. }, words)), _) if args.elastic => {
             let help = "the same command goes on from the newest checkpoint, with the processes that there are";
-            return Err(records::failure(args, e, words).help(help));
+            return Err(failure_of(e, words).help(help));
         }
-        (Err((e, words)), _) => return Err(records::failure(args, e, words)),
+        (Err((e, words)), _) => return Err(failure_of(e, words)),
     };
     // All steps were made before: what is left is what the run was to write at its end.
     let is_end = args.continued.is_some() && args.steps == 0;
@@ -208,7 +243,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         };
         let path = saved.as_deref().unwrap_or(folder);
         let what = format!("{} has the training state", path.display());
-        let saved = saved.map_err(|(e, words)| records::failure(args, e, words));
+        let saved = saved.map_err(|(e, words)| failure_of(e, words));
         attempt(what, saved.map(|_| ()));
     }
     if let (Some(path), Some((config, _))) = (&args.save, &config) {
@@ -224,6 +259,9 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     }
     if measurement.steps.len() as u64 == args.steps {
         journal::end(args);
+        if args.elastic {
+            elastic::forget(args);
+        }
     }
     drop(session);
     drop(held);
@@ -270,7 +308,11 @@ fn goes_on(args: &RunArgs, setting: &Setting) -> bool {
 }
 
 /// A process that has ranks and does not coordinate: it does what process 0 asks.
-fn serve(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<(), Failure> {
+fn serve(
+    args: &RunArgs,
+    (setting, interrupts): (&Setting, &Interrupts),
+    loaded: &Loaded,
+) -> Result<(), Failure> {
     let dataset = Arc::new(dataset(args, &loaded.training)?);
     plan_file::check_program(loaded)?;
     if let Some(folder) = args.record.as_ref().filter(|_| !args.records_by_default) {
@@ -282,13 +324,14 @@ fn serve(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<(), Failu
         })?;
     }
     let chosen = fabric::chosen(args, loaded, setting)?;
-    let unasked = Unasked::begin_elsewhere(args);
-    let Some(company) = among::gather(setting, args, (loaded, &chosen))? else {
+    let unasked = Unasked::begin_elsewhere(args, interrupts);
+    let gathered = among::gather((setting, interrupts), args, (loaded, &chosen))?;
+    let Some(company) = gathered else {
         let what = "a process with a number above 0 is not alone";
         return Err(Failure::new(Exit::Internal, what));
     };
     // Process 0 ends the run, and with it this process.
-    interrupt::leave_to_others()?;
+    interrupts.is_others();
     let spec = &loaded.plan.train;
     let options = SessionOptions {
         watchdog: Duration::from_secs(args.time_out),
@@ -319,13 +362,28 @@ fn serve(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<(), Failu
         Ok(()) => unasked.into_iter().for_each(Unasked::end),
         Err(e) => records::without_first(args.record.as_deref(), e),
     }
+    // Without process 0 nobody else says where it was.
+    let served = served.map_err(|e| match &e {
+        RuntimeError::Gone { process: 0, .. } => {
+            let words = records::told(args, loaded, &e);
+            (e, words)
+        }
+        _ => {
+            let words = e.to_string();
+            (e, words)
+        }
+    });
     match served {
         // Process 0 says what becomes of the run.
-        Err(e) if args.elastic => {
-            crate::say(format_args!("note: process {} ends: {e}", setting.index()));
+        Err((_, words)) if args.elastic => {
+            crate::say(format_args!(
+                "note: process {} ends: {words}",
+                setting.index()
+            ));
             std::process::exit(Exit::RunFailed as i32)
         }
-        served => Ok(served?),
+        Err((e, words)) => Err(records::failure(args, e, words)),
+        Ok(()) => Ok(()),
     }
 }
 
@@ -675,7 +733,11 @@ fn inputs(args: &RunArgs) -> Vec<PathBuf> {
 }
 
 /// Checks that all outputs can be written, and replace no input and no part of a checkpoint.
-fn check_outputs(args: &RunArgs, resume: Option<&Checkpoint>) -> Result<(), Failure> {
+fn check_outputs(
+    args: &RunArgs,
+    resume: Option<&Checkpoint>,
+    interrupts: &Interrupts,
+) -> Result<(), Failure> {
     let mut read = inputs(args);
     let folders = args.resume.iter().chain(&args.checkpoint);
     let kept = folders.flat_map(|folder| runtime::checkpoint::numbered(folder));
@@ -694,9 +756,10 @@ fn check_outputs(args: &RunArgs, resume: Option<&Checkpoint>) -> Result<(), Fail
     // The records that nobody asked for end no run.
     let record = args.record.as_ref().filter(|_| !args.records_by_default);
     let folders = args.checkpoint.iter().chain(record);
-    folders
-        .into_iter()
-        .try_for_each(|folder| outputs::check_folder(folder))
+    folders.into_iter().try_for_each(|folder| {
+        interrupts.makes(folder);
+        outputs::check_folder(folder)
+    })
 }
 
 fn schedule(args: &RunArgs) -> Result<LrSchedule, Failure> {
@@ -867,11 +930,10 @@ fn train_all(
     (dataset, schedule): (&Arc<Dataset>, &LrSchedule),
     (weights, resume): (Option<&Weights>, Option<Arc<Checkpoint>>),
     (processes, chosen): (Option<Arc<Processes>>, &Chosen),
-    so_far: &mut SoFar,
+    (so_far, interrupts): (&mut SoFar, &Interrupts),
 ) -> Result<Result<Trained, RuntimeError>, Failure> {
     let plan = &loaded.plan;
-    let stop = interrupt::flag("ending after this step and writing what there is")?;
-    interrupt::sets_at_usr1(&stop)?;
+    let stop = interrupts.ends("ending after this step and writing what there is");
     so_far.is_asked_to_end = Arc::clone(&stop);
     let folder = args.checkpoint.as_deref();
     let periodic = folder

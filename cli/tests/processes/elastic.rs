@@ -9,7 +9,7 @@ fn an_elastic_run_goes_on_with_the_ranks_that_are_left() {
     let more = ["--steps", "200", "--processes", "--elastic", "-o", "e.json"];
     let state = ["--checkpoint", "state", "--checkpoint-every", "20"];
     let metrics = ["--metrics", "e.jsonl", "--record", "records"];
-    let child = command(&place, &[&RUN[..], &more, &state, &metrics].concat()).spawn();
+    let child = command(&place, &[&RUN[..], &more, &state, &metrics].concat()).begin();
     let child = child.unwrap();
     let victim = process_of(&place, 2);
     wait_for_checkpoint(&place, "state", 1);
@@ -104,7 +104,7 @@ fn an_elastic_run_outlives_process_0() {
         "e.json",
     ];
     let args = [&RUN[..], &ELASTIC, &more, &["--record", "records"]].concat();
-    let child = command(&place, &args).spawn().unwrap();
+    let child = command(&place, &args).begin().unwrap();
     wait_for_checkpoint(&place, "state", 2);
     signal("-9", process_by_words(&place, "e.json", 0));
     let output = child.wait_with_output().unwrap();
@@ -133,6 +133,8 @@ fn an_elastic_run_outlives_process_0() {
     assert_eq!(newest(&place, "state"), kept);
     assert!(newest(&place, "state").0.ends_with("-step-600"));
     noted_once(&place, "e.jsonl", 600);
+    // With what it went on is of no more use.
+    assert!(!place.exists("e.continued.json"));
     wait_for_none(&place, "e.json");
 }
 
@@ -153,7 +155,7 @@ fn an_elastic_run_of_gpus_goes_on_with_those_that_are_left() {
     let child = command(&place, &[&RUN[..], &more, &state, &gpus].concat())
         .env("LD_LIBRARY_PATH", folder)
         .env("MESHWRIGHT_EMULATOR_GPUS", "2")
-        .spawn()
+        .begin()
         .unwrap();
     wait_for_checkpoint(&place, "state", 1);
     signal("-9", process_by_words(&place, "e.json", 1));
@@ -182,7 +184,7 @@ fn the_same_command_goes_on_with_an_elastic_run() {
         &["state", "--processes", "-o", "e.json"],
     ]
     .concat();
-    let keeper = command(&place, &args).spawn().unwrap();
+    let keeper = command(&place, &args).begin().unwrap();
     wait_for_checkpoint(&place, "state", 1);
     signal("-9", keeper.id());
     let _ = keeper.wait_with_output();
@@ -206,7 +208,7 @@ fn the_same_command_goes_on_with_an_elastic_run() {
     place.run(&[&RUN[..], &foreign].concat()).expect(0);
     let there = place.path("state/0900-step-3");
     std::fs::rename(place.path("other/0001-step-3"), there).unwrap();
-    let asked = command(&place, &args).spawn().unwrap();
+    let asked = command(&place, &args).begin().unwrap();
     wait_for_checkpoint(&place, "state", 903);
     // Some who end a run ask all of its processes, which loses no more than asking one.
     let all = processes_of(&place, "e.json");
@@ -246,7 +248,7 @@ fn an_elastic_run_is_made_once_at_a_time() {
     let more = ["--steps", "100000000", "--processes", "--elastic"];
     let state = ["--checkpoint", "state", "--checkpoint-every", "20"];
     let args = [&RUN[..], &more, &state, &["-o", "e.json"]].concat();
-    let first = command(&place, &args).spawn().unwrap();
+    let first = command(&place, &args).begin().unwrap();
     wait_for_checkpoint(&place, "state", 1);
     let second = place.run(&args).expect(2);
     second.says(&["the folder's elastic run goes on in another process"]);
@@ -276,7 +278,7 @@ fn an_elastic_run_is_done_when_all_is_written() {
     ];
     let more = ["state", "--processes", "-o", "e.json"];
     let args = [&RUN[..], &ELASTIC, &more, &weights].concat();
-    let child = command(&place, &args).spawn().unwrap();
+    let child = command(&place, &args).begin().unwrap();
     wait_for_checkpoint(&place, "state", 1);
     std::fs::remove_dir(place.path("out")).unwrap();
     let output = child.wait_with_output().unwrap();
@@ -314,7 +316,7 @@ fn a_launcher_starts_an_elastic_run_with_fewer_processes_and_more() {
     let args = [&RUN[..], &ELASTIC, &["state", "-o", "e.json"]].concat();
     let more = ["--metrics", "e.jsonl", "--time-out", "30"];
     let args = [&args[..], &more].concat();
-    let start = |of: usize, restarts: &str| -> Vec<Child> {
+    let start = |of: usize, restarts: &str| -> Vec<Running> {
         let one = |rank: usize| {
             let mut command = command(&place, &args);
             command
@@ -327,12 +329,12 @@ fn a_launcher_starts_an_elastic_run_with_fewer_processes_and_more() {
                     ("MASTER_PORT", "29517"),
                     ("TORCHELASTIC_RESTART_COUNT", restarts),
                 ]);
-            command.spawn().unwrap()
+            command.begin().unwrap()
         };
         (0..of).map(one).collect()
     };
     // With one that is killed the others end.
-    let end = |all: Vec<Child>, killed: usize| -> Vec<Output> {
+    let end = |all: Vec<Running>, killed: usize| -> Vec<Output> {
         signal("-9", all[killed].id());
         let outputs: Vec<Output> = all
             .into_iter()
@@ -407,7 +409,7 @@ fn lose_one_of_two(place: &Place, zero: &str, every: &str) -> String {
     let kept = ["--checkpoints-kept", "100", "--metrics", "e.jsonl"];
     let record = ["--record", "records"];
     let args = [&RUN[..], &more, &state, &kept, &record].concat();
-    let child = command(place, &args).spawn().unwrap();
+    let child = command(place, &args).begin().unwrap();
     let victim = process_of(place, 1).to_string();
     let killed = Command::new("kill").args(["-9", &victim]).status();
     assert!(killed.unwrap().success());
@@ -418,6 +420,7 @@ fn lose_one_of_two(place: &Place, zero: &str, every: &str) -> String {
         words.contains("going on with 1 rank in place of 2"),
         "{words}"
     );
+    assert!(!place.exists("e.continued.json"));
     noted_once(place, "e.jsonl", 800);
     wait_for_none(place, "e.json");
     words
@@ -442,7 +445,7 @@ fn an_elastic_run_is_killed_until_nothing_is_left() {
         "e.json",
     ];
     let args = [&RUN[..], &more, &state, &kept].concat();
-    let mut child = command(&place, &args).spawn().unwrap();
+    let mut child = command(&place, &args).begin().unwrap();
     let words = BufReader::new(child.stderr.take().unwrap());
     let mut words = words.lines().map(|line| line.unwrap());
     let mut said = String::new();
@@ -553,7 +556,7 @@ fn a_process_that_is_lost_at_the_end_ends_no_elastic_run() {
         .env("LD_PRELOAD", library)
         .env("FAULT_IN", "state")
         .env("FAULT_DELAY", "1000")
-        .spawn()
+        .begin()
         .unwrap();
     let victim = process_of(&place, 1).to_string();
     // A file of states, which is not on the disk for another second.
@@ -611,7 +614,7 @@ fn a_rescued_state_that_the_disk_spoils_is_not_gone_on_from() {
         .env("LD_PRELOAD", library)
         .env("FAULT_IN", "state")
         .env("FAULT_WHILE", &lies)
-        .spawn()
+        .begin()
         .unwrap();
     wait_for_checkpoint(&place, "state", 1);
     std::fs::write(&lies, "").unwrap();

@@ -2,8 +2,9 @@
  * the $FAULT_AT-th such operation go wrong. Without $FAULT_ERRNO the process is killed there, in the
  * middle of a write, or ends with exit code $FAULT_EXIT; with it this operation and all later ones fail
  * with that error. While there is a file $FAULT_WHILE what is written has a bit turned, and nobody is
- * told, as on a disk that lies. Every operation adds a letter to $FAULT_LOG. With $FAULT_DELAY a sync takes so many
- * milliseconds more. */
+ * told, as on a disk that lies. Every operation adds a letter to $FAULT_LOG. With $FAULT_DELAY a sync
+ * takes so many milliseconds more. With $FAULT_KINDS only operations with these letters count, and
+ * removals may fail then. With $FAULT_EVERY each so-many-th operation fails, in place of all from one on. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -42,6 +43,8 @@ static void die(void) {
 
 /* 0: go on; 1: this one is the fault. */
 static int fault(char letter) {
+    const char *kinds = getenv("FAULT_KINDS"), *every = getenv("FAULT_EVERY");
+    if (kinds && !strchr(kinds, letter)) return 0;
     const char *at = getenv("FAULT_AT"), *log = getenv("FAULT_LOG");
     int n = __atomic_add_fetch(&count, 1, __ATOMIC_SEQ_CST);
     if (log) {
@@ -51,6 +54,7 @@ static int fault(char letter) {
             syscall(SYS_close, fd);
         }
     }
+    if (every) return n % atoi(every) == 0;
     if (!at) return 0;
     return getenv("FAULT_ERRNO") ? n >= atoi(at) : n == atoi(at);
 }
@@ -125,8 +129,10 @@ int open(const char *path, int flags, ...) {
     return opened(path, flags, mode);
 }
 
-/* What is removed is none of a checkpoint's writing: it dies there, and cannot fail. */
+/* What is removed is none of a checkpoint's writing: it dies there, and fails only where that is asked
+ * for. */
 int unlinkat(int folder, const char *path, int flags) {
-    if (concerns_fd(folder) && !getenv("FAULT_ERRNO") && fault('u')) die();
+    if (getenv("FAULT_KINDS") && concerns_fd(folder) && fails('u')) return -1;
+    if (!getenv("FAULT_KINDS") && concerns_fd(folder) && !getenv("FAULT_ERRNO") && fault('u')) die();
     return syscall(SYS_unlinkat, folder, path, flags);
 }

@@ -3,6 +3,8 @@
 #![allow(dead_code, clippy::unwrap_used)] // Each test binary uses a part of it; a test may stop where it likes.
 
 use std::io::Read;
+use std::ops::{Deref, DerefMut};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -80,7 +82,8 @@ pub fn assert_fits(text: &str) {
 
 /// Whatever was given, our own checks caught it.
 pub fn assert_no_panic(done: &Done) {
-    for word in ["internal error", "panicked", "RUST_BACKTRACE"] {
+    // Every help text names the exit code of such an error.
+    for word in ["internal error (exit code", "panicked", "RUST_BACKTRACE"] {
         assert!(
             !done.err.contains(word) && !done.out.contains(word),
             "{}",
@@ -230,10 +233,63 @@ pub fn built(place: &Place, source: &str, name: &str, flags: &[&str]) -> PathBuf
     made
 }
 
+/// A command that goes on meanwhile, in a group of processes of its own: where its test fails, or does not
+/// wait for it, all of the group are killed.
+pub struct Running(Option<Child>, u32);
+
+/// Begins commands that end with their tests.
+pub trait Begin {
+    /// Starts it.
+    fn begin(&mut self) -> std::io::Result<Running>;
+}
+
+impl Begin for Command {
+    fn begin(&mut self) -> std::io::Result<Running> {
+        let child = self.process_group(0).spawn()?;
+        let group = child.id();
+        Ok(Running(Some(child), group))
+    }
+}
+
+impl Running {
+    /// Waits for its end and for that of its words, which may be those of processes that it started.
+    pub fn wait_with_output(mut self) -> std::io::Result<Output> {
+        self.0.take().unwrap().wait_with_output()
+    }
+}
+
+impl Deref for Running {
+    type Target = Child;
+    fn deref(&self) -> &Child {
+        self.0.as_ref().unwrap()
+    }
+}
+
+impl DerefMut for Running {
+    fn deref_mut(&mut self) -> &mut Child {
+        self.0.as_mut().unwrap()
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // Once it has been waited for in order, its number may be another group's.
+        let is_there = self
+            .0
+            .as_mut()
+            .is_some_and(|c| !matches!(c.try_wait(), Ok(Some(_))));
+        if is_there || std::thread::panicking() {
+            let group = rustix::process::Pid::from_raw(self.1.cast_signed()).unwrap();
+            let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
+        }
+        let _ = self.0.as_mut().map(Child::wait);
+    }
+}
+
 /// A run of two processes that another one sends signals to.
 pub struct Two {
     /// Process 0, which started the other one.
-    pub first: Child,
+    pub first: Running,
     /// The system's number of process 1.
     pub second: u32,
 }
@@ -253,7 +309,7 @@ impl Two {
             .current_dir(place.path("."))
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
-            .spawn()
+            .begin()
             .unwrap();
         let began = Instant::now();
         let steps =
@@ -295,14 +351,6 @@ impl Two {
             std::thread::sleep(Duration::from_millis(20));
         }
         output
-    }
-}
-
-impl Drop for Two {
-    /// A test that fails leaves nobody.
-    fn drop(&mut self) {
-        let _ = self.first.kill();
-        let _ = self.first.wait();
     }
 }
 

@@ -141,7 +141,7 @@ pub struct Rescued {
 }
 
 /// Writes a checkpoint of a run that has failed as ranks were lost, where those that are left have
-/// all states, of one step. It is read again to see that it is whole.
+/// all states, of one step. As with any checkpoint each rank reads again what it has written.
 ///
 /// Fails with the reason in words: then everything is as before.
 pub fn rescue(
@@ -158,7 +158,8 @@ pub fn rescue(
     session.set_step_number(step);
     let origin = Origin::of(session, plan, model);
     let keeping = (kept, &session.whole());
-    commit_verified(folder, keeping, &unfinished, origin, shards)
+    let path = commit(folder, keeping, &unfinished, origin, shards).map_err(|e| e.to_string())?;
+    Ok(Rescued { step, path })
 }
 
 /// Makes a checkpoint of files as [`commit`] does, and reads it again to see that it is whole: no older
@@ -256,6 +257,11 @@ pub fn all(path: &Path) -> Vec<PathBuf> {
         }
         false => vec![path.to_path_buf()],
     }
+}
+
+/// Whether a folder is one checkpoint.
+pub fn is_one(folder: &Path) -> bool {
+    folder.join(manifest::NAME).is_file()
 }
 
 /// Reads the manifest of the checkpoint at `path`.

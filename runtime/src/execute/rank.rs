@@ -20,7 +20,7 @@ use crate::data::Batches;
 use crate::device::{Chain, Device, Place, Space, Tensor, Work};
 use crate::error::RuntimeError;
 use crate::fabric::{Fabric, Places};
-use crate::record::Record;
+use crate::record::{Record, Recording};
 use crate::stragglers::Spent;
 use calls::Calls;
 use ir::program::{InstrKind, Instruction, Program, RoleProgram, StateBuffer};
@@ -30,7 +30,6 @@ use ir::{BufferId, Rank, StreamId, TemplateId};
 use queues::Orders;
 use serde::{Deserialize, Serialize};
 use spoiled::Found;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -70,8 +69,8 @@ pub(crate) struct RankOptions {
     pub orders: Option<u64>,
     /// The run's data.
     pub data: Option<Arc<Batches>>,
-    /// The folder that has a record of every rank, and the fingerprint of the plan.
-    pub record: Option<(PathBuf, String)>,
+    /// Where it writes what it is doing.
+    pub record: Option<Recording>,
     /// When the clock of its process was at zero.
     pub epoch: Instant,
 }
@@ -160,7 +159,7 @@ type Span<D> = (TemplateId, Option<usize>, [<D as Device>::Tick; 2]);
 
 impl<D: Device, F: Fabric<D>> RankState<D, F> {
     /// Fails when the program is not consistent: a buffer of another size than its part, or
-    /// beyond the arena.
+    /// beyond the arena. Also when its record was asked for and cannot be begun.
     pub fn new(
         program: Arc<Program>,
         role: usize,
@@ -191,6 +190,15 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
             }
         }
         let calls = calls::calls(&program, this, rank, &locals)?;
+        let record = options.record.as_ref().map(|of| {
+            let begun = Record::create(&of.folder, &of.plan, rank);
+            match begun {
+                // One that nobody asked for is no reason to end a run: such a rank leaves none.
+                Err(_) if !of.is_asked_for => Ok(None),
+                begun => begun.map(Some),
+            }
+        });
+        let record = record.transpose()?.flatten();
         // Of a device that works later, the host would have to wait for the norm.
         let is_later = !device.is_synchronous();
         let norm = spoiled::norm(&program, role).filter(|_| !is_later);
@@ -209,9 +217,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
             waited_s: 0.0,
             in_line: None,
             orders: options.orders.map(|seed| Orders::new(seed, rank)),
-            // A record that cannot be begun is no reason to end a run: such a rank left none.
-            record: (options.record.as_ref())
-                .and_then(|(folder, plan)| Record::create(folder, plan, rank).ok()),
+            record,
             options,
             fabric,
             program,

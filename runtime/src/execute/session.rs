@@ -16,7 +16,8 @@ use crate::error::RuntimeError;
 use crate::fabric::Meets;
 use crate::fabric::nccl::{Club, LastResort, Nccl};
 use crate::fabric::threads::{Endpoint, World};
-use crate::processes::{Inbox, Processes};
+use crate::processes::{ALONE, Inbox, Processes, Pulse};
+use crate::record::Recording;
 use crate::stragglers::Spent;
 use ir::program::{ARENA_ALIGN, Event, Program, Space, StateBuffer};
 use ir::training::{LOSS_SCALE, LOWEST_LOSS_SCALE, StateRole, UPDATES};
@@ -24,7 +25,7 @@ use ir::{BufferId, Rank, TrainSpec};
 use rayon::prelude::*;
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
@@ -33,8 +34,9 @@ use std::time::{Duration, Instant};
 const ATTENTION: Duration = Duration::from_millis(50);
 /// How long ranks of other processes have to answer when the run has failed.
 const LAST_WORDS: Duration = Duration::from_secs(3);
-/// How many times as long as in a step is waited for what a rank does alone, as saving its states.
-const ALONE: u32 = 12;
+/// The same where others have waited in vain for ranks of all processes that have not answered, and so
+/// given them their time already.
+const LAST_WORDS_OF_MISSED: Duration = Duration::from_secs(1);
 
 /// How a session runs.
 #[derive(Clone, Debug)]
@@ -48,9 +50,8 @@ pub struct SessionOptions {
     pub orders: Option<u64>,
     /// The source of samples of [`Session::train`] and [`Session::validation_loss`].
     pub data: Option<Arc<Batches>>,
-    /// A folder in which every rank writes what it is doing ([`crate::record`]), and the fingerprint
-    /// of the plan.
-    pub record: Option<(PathBuf, String)>,
+    /// Where every rank writes what it is doing.
+    pub record: Option<Recording>,
     /// The processes that have the ranks, this one the first of them; `None`: this one has all.
     pub processes: Option<Arc<Processes>>,
     /// The devices that ranks compute with.
@@ -327,10 +328,12 @@ pub struct Session {
     data: Option<Arc<Batches>>,
     /// Whether copies of states were being written in the last step.
     is_writing: bool,
-    /// The last step, where all ranks gave it up before its update.
-    given_up: Option<Play>,
+    /// The last step or validation, and whether the states are still those that it was played with.
+    last: Option<(Play, bool)>,
     /// Longest that an answer is waited for when others are there.
     watchdog: Duration,
+    /// Where there are other processes, the sign to them that this one goes on.
+    pulse: Option<Arc<Pulse>>,
     /// The first error; after it the ranks are out of step and nothing more can be run.
     ended: Option<String>,
     /// Ranks of processes that are gone, or do not answer.
@@ -447,6 +450,10 @@ impl Session {
         let processes = options.processes.clone();
         let data = options.data.clone();
         let run = options.run.clone();
+        let pulse = processes.as_ref().map(|p| {
+            let of = p.place().of;
+            Pulse::start(p.carrier(), of, watchdog, options.last_resort)
+        });
         let cast = Cast::new(program, spec, options)?;
         let (shares, workers) = match processes {
             None => {
@@ -476,8 +483,9 @@ impl Session {
             step: 0,
             data,
             is_writing: false,
-            given_up: None,
+            last: None,
             watchdog,
+            pulse,
             ended: None,
             lost: BTreeSet::new(),
             run,
@@ -512,6 +520,10 @@ impl Session {
     /// The checkpoints that are known to be whole.
     pub(crate) fn whole(&self) -> Whole {
         self.whole.clone()
+    }
+    /// The sign to other processes that this one goes on, where there are others.
+    pub(crate) fn pulse(&self) -> Option<Arc<Pulse>> {
+        self.pulse.clone()
     }
     /// Ends the run with an error.
     pub(crate) fn fail(&mut self, error: &str) {
@@ -584,8 +596,6 @@ impl Session {
             looks: false,
         };
         let mut played = self.played(&play)?;
-        let given_up = played.iter().all(|p| p.given_up);
-        self.given_up = given_up.then_some(play);
         self.is_writing = played.iter().any(|p| p.is_writing);
         let loss = played
             .iter()
@@ -595,6 +605,12 @@ impl Session {
         let norms = || played.iter().filter_map(|p| p.grad_norm);
         let spoilt = norms().find(|norm| !norm.is_finite());
         let grad_norm = spoilt.or_else(|| norms().next()).unwrap_or(f64::NAN);
+        let loss_scale = played.iter().find_map(|p| p.loss_scale);
+        // Loss scaling leaves out the update of a step whose norm is no number.
+        let is_skipped = loss_scale.is_some() && spoilt.is_some();
+        let is_given_up = played.iter().all(|p| p.given_up);
+        let states_stay = !training || is_given_up || is_skipped;
+        self.last = Some((play, states_stay));
         // Ranks of one worker have one clock.
         let seconds = |worker: usize| {
             let ranks = self.ranks.iter().zip(&played);
@@ -608,7 +624,7 @@ impl Session {
         Ok(StepResult {
             loss: f64::from(loss),
             grad_norm,
-            loss_scale: played.iter().find_map(|p| p.loss_scale),
+            loss_scale,
             seconds,
             spent: played.iter().map(|p| p.spent).collect(),
             peak_bytes: played.iter().map(|p| p.peak_bytes).collect(),
@@ -627,11 +643,11 @@ impl Session {
         Ok(played.collect())
     }
 
-    /// The first tensor of the last step that is no number, where the ranks gave that step up before
-    /// its update. They play it again for that. Of several ranks it is the one that made such a
-    /// value itself, soonest in its program.
+    /// The first tensor of the last step or validation that is no number. The ranks play it again for
+    /// that, and the run is over then: where the step has updated states, they are those after it, which
+    /// is said. Of several ranks it is the one that made such a value itself, soonest in its program.
     pub(crate) fn first_spoiled(&mut self) -> Result<Option<String>, RuntimeError> {
-        let Some(play) = self.given_up.take() else {
+        let Some((play, states_stay)) = self.last.take() else {
             return Ok(None);
         };
         let again = Play {
@@ -642,7 +658,10 @@ impl Session {
         let played = self.played(&again)?;
         let found = played.into_iter().filter_map(|p| p.found);
         let first = found.min_by_key(|f| (f.from_others, f.after));
-        Ok(first.map(|f| f.what))
+        Ok(first.map(|f| match states_stay {
+            true => f.what,
+            false => format!("{}, in the step played again after its update", f.what),
+        }))
     }
 
     /// The parameters as full tensors by path.
@@ -860,7 +879,7 @@ impl Session {
             self.workers[m.worker].tell(m.rank, wanted);
         }
         let mut replies: Vec<Option<Reply>> = ranks.iter().map(|_| None).collect();
-        let (mut errors, mut silent, mut failed) = (Vec::new(), Vec::new(), None);
+        let (mut errors, mut silent, mut failed) = (Vec::<RuntimeError>::new(), Vec::new(), None);
         let asked = Instant::now();
         // In a step the ranks meet, at its end too, so that their answers come together. What else
         // they are asked each does alone, and may take long.
@@ -872,16 +891,30 @@ impl Session {
         let mut lost = Vec::new();
         let mut open: Vec<usize> = (0..ranks.len()).collect();
         while !open.is_empty() {
+            // This process' own ranks cannot be left behind: one that does not come back after a failure
+            // keeps it from going on.
+            let is_over =
+                |since: Option<Instant>, limit| since.is_some_and(|s| s.elapsed() > limit);
+            if !is_over(failed, LAST_WORDS) {
+                self.pulse.iter().for_each(|pulse| pulse.goes_on());
+            }
+            // Of a process that stands still all ranks are missed with the one for which others waited.
+            let missed = |i: &usize| {
+                let mut of_process = ranks.iter().filter(|m| m.worker == ranks[*i].worker);
+                of_process.any(|m| errors.iter().any(|e| e.misses(m.rank)))
+            };
+            let last_words = match open.iter().all(missed) {
+                true => LAST_WORDS_OF_MISSED,
+                false => LAST_WORDS,
+            };
             // Whoever is first is waited for, the others are looked after.
             let mut attention = ATTENTION;
             open.retain(|&i| {
                 let m = &ranks[i];
                 let worker = &mut self.workers[m.worker];
                 let answer = worker.hear(m.rank, std::mem::take(&mut attention));
-                let is_over =
-                    |since: Option<Instant>, limit| since.is_some_and(|s| s.elapsed() > limit);
                 if answer.is_none()
-                    && (is_over(failed, LAST_WORDS) || is_over(heard, patience))
+                    && (is_over(failed, last_words) || is_over(heard, patience))
                     && let Some(error) = worker.silent(m.rank)
                 {
                     silent.push(error);

@@ -6,7 +6,9 @@ use crate::device::Backend;
 use crate::error::RuntimeError;
 use crate::execute::Local;
 use crate::fabric::Meets;
+use crate::fabric::threads::Carrier;
 use crate::processes::tests::assembled;
+use crate::processes::{Head, Letter};
 use crate::reference::Reference;
 use ir::op::Init;
 use ir::program::{InstrKind, Program, StateBuffer};
@@ -955,4 +957,42 @@ fn a_state_that_is_no_number_on_one_rank_stops_all_at_the_same_step() {
         }
     }
     assert!(n_stopped > 1, "only {n_stopped} of 8 cases heard of it");
+}
+
+/// A process 0 all of whose threads stand still between two steps, when no rank waits for one of it: the
+/// others hear nothing more, and end.
+#[test]
+fn a_process_0_that_stands_still_is_noticed() {
+    let case = of_three_ranks(0);
+    let program = case.program(0);
+    let n_ranks: u32 = program.roles.iter().map(|r| r.mesh.n_devices()).sum();
+    let mut processes = assembled(n_ranks as usize).into_iter().map(Arc::new);
+    let first = processes.next().unwrap();
+    let members = processes.map(|process| {
+        let options = SessionOptions {
+            processes: Some(process),
+            watchdog: Duration::from_millis(500),
+            ..OPTIONS
+        };
+        let (program, spec) = (program.clone(), case.spec.clone());
+        std::thread::spawn(move || crate::processes::serve(&program, &spec, options))
+    });
+    let members: Vec<_> = members.collect();
+    assert!(!members.is_empty());
+    for to in 1..=members.len() {
+        let (head, body) = (Head::Alive, None);
+        first.carrier().send(to, Letter { head, body });
+    }
+    for member in members {
+        let told = member.join().unwrap().unwrap_err();
+        let is_named = matches!(
+            told,
+            RuntimeError::Gone {
+                process: 0,
+                is_silent: true,
+                ..
+            }
+        );
+        assert!(is_named, "{told}");
+    }
 }

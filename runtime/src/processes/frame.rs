@@ -94,6 +94,8 @@ pub(crate) enum Head {
         /// Its error, where it failed.
         failed: Option<String>,
     },
+    /// The coordinator goes on, though it may ask for nothing yet.
+    Alive,
 }
 
 /// Which bytes of a block a message carries.

@@ -94,6 +94,8 @@ pub(crate) enum Asked {
     Rank(Rank, Box<Request>),
     /// To end; with the run's error where it failed.
     Over(Option<String>),
+    /// Nothing: it goes on.
+    Nothing,
 }
 
 /// The ranks of a process, once there are any.
@@ -369,6 +371,9 @@ fn take(attached: &Attached, head: Head, block: crate::arena::Bytes) {
         }
         (Head::Over { failed }, Some(Inbox::Requests(asked))) => {
             let _ = asked.send(Asked::Over(failed));
+        }
+        (Head::Alive, Some(Inbox::Requests(asked))) => {
+            let _ = asked.send(Asked::Nothing);
         }
         (Head::Answer { rank, answer, .. }, Some(Inbox::Answers(answers))) => {
             if let Some(to) = answers.get(&rank) {

@@ -15,7 +15,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How often is looked whether process 0 should have said something.
+/// How often is looked whether process 0 has said something, as it does [at times](super::pulse).
 const LOOK: Duration = Duration::from_millis(500);
 /// How long process 0 has to end a run of which a rank has failed.
 const LAST_REQUEST: Duration = Duration::from_secs(15);
@@ -69,8 +69,36 @@ pub fn serve(
     })?;
     let first = shares[0].first().copied().unwrap_or(Rank(0));
     let mut loaded: Option<Arc<Checkpoint>> = None;
+    // Where process 0 ends, or stands still, what its ranks have with the others of this process.
+    let leave_states = || {
+        let Some(leaves) = &leaves else {
+            return;
+        };
+        let (to, answers) = channel();
+        *here.lock().unwrap_or_else(PoisonError::into_inner) = Some(to);
+        let seen = data.as_ref().and_then(|d| d.dataset().seen());
+        let origin = |step| {
+            let of = (&*leaves.plan_hash, &*leaves.model);
+            Origin::of_member(step, spec, seen, of)
+        };
+        let patience = watchdog.max(LAST_WORDS);
+        leave(
+            leaves,
+            program,
+            (&shares[0], &shares[me]),
+            (&crew, &answers),
+            (&origin, patience),
+        );
+    };
+    // Looks since process 0 was heard; none before it has begun to let the others hear from it.
+    let mut looks: Option<u32> = None;
     loop {
-        match requests.recv_timeout(LOOK) {
+        let heard = requests.recv_timeout(LOOK);
+        if heard.is_ok() {
+            looks = looks.map(|_| 0);
+        }
+        match heard {
+            Ok(Asked::Nothing) => looks = Some(0),
             Ok(Asked::Rank(rank, request)) => {
                 let mut request = *request;
                 // The ranks share one, so that each of its files is verified once.
@@ -97,27 +125,17 @@ pub fn serve(
                     world.abort(first, "its process does not answer");
                     return Err(processes.silent(0, first));
                 }
+                looks = looks.map(|n| n + 1);
+                if looks.is_some_and(|n| LOOK * (n - 1) > watchdog) {
+                    world.abort(first, "its process stands still");
+                    leave_states();
+                    return Err(processes.silent(0, first));
+                }
             }
             // Whoever waits for others must not wait for good.
             Err(RecvTimeoutError::Disconnected) => {
                 world.abort(first, "its process is gone");
-                if let Some(leaves) = &leaves {
-                    let (to, answers) = channel();
-                    *here.lock().unwrap_or_else(PoisonError::into_inner) = Some(to);
-                    let seen = data.as_ref().and_then(|d| d.dataset().seen());
-                    let origin = |step| {
-                        let of = (&*leaves.plan_hash, &*leaves.model);
-                        Origin::of_member(step, spec, seen, of)
-                    };
-                    let patience = watchdog.max(LAST_WORDS);
-                    leave(
-                        leaves,
-                        program,
-                        (&shares[0], &shares[me]),
-                        (&crew, &answers),
-                        (&origin, patience),
-                    );
-                }
+                leave_states();
                 return Err(processes.gone(0, first));
             }
         }

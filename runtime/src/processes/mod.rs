@@ -12,6 +12,7 @@
 //!   so that neither end ever waits for the other to listen.
 //! * `mpi` carries them through an MPI library instead (feature `mpi`).
 //! * [`member`] is a process without the coordinator: it does what that one asks of its ranks.
+//! * [`pulse`] lets these hear that the coordinator goes on.
 //!
 //! The ranks meet in [`fabric::threads`](crate::fabric::threads), as those of one process do: what
 //! a rank brings to a meeting is sent to the processes whose ranks need it, and only the bytes that
@@ -26,6 +27,7 @@ mod lines;
 mod member;
 #[cfg(feature = "mpi")]
 mod mpi;
+mod pulse;
 mod rendezvous;
 #[doc(hidden)]
 pub mod spoken;
@@ -45,3 +47,4 @@ pub use suite::passes_by_mpi;
 
 pub(crate) use frame::{Head, Letter, Parts};
 pub(crate) use lines::Inbox;
+pub(crate) use pulse::{ALONE, Doing, Pulse};

@@ -7,6 +7,7 @@ use super::launcher::{self, Launched};
 use super::rendezvous::{self, Appointment};
 use crate::args::RunArgs;
 use crate::failure::{Exit, Failure};
+use crate::interrupt::Interrupts;
 use crate::plan_file::Loaded;
 use runtime::processes::{Fingerprint, Host, JoinError, Place, Processes, Token, Way, join};
 use std::io::{BufRead, Read, Seek, SeekFrom};
@@ -153,9 +154,10 @@ impl Company {
     }
 }
 
-/// Brings the processes of a run together; nothing where there is but this one.
+/// Brings the processes of a run together; nothing where there is but this one. An interrupt ends that,
+/// with all that this process has started and posted.
 pub fn gather(
-    setting: &Setting,
+    (setting, interrupts): (&Setting, &Interrupts),
     args: &RunArgs,
     (loaded, chosen): (&Loaded, &Chosen),
 ) -> Result<Option<Company>, Failure> {
@@ -181,17 +183,32 @@ pub fn gather(
     }
     let fingerprint = fingerprint(args, loaded, chosen);
     let patience = Duration::from_secs(args.time_out).max(LEAST_TO_JOIN);
+    let is_asked = || interrupts.is_asked().then(|| INTERRUPTED.to_string());
     let alone = |processes| Company {
         processes: Arc::new(processes),
         children: None,
     };
+    let with_launched =
+        |host: Host| match host.gather(of, &fingerprint, patience, &mut || is_asked()) {
+            Err(JoinError::Ended(_)) if interrupts.is_asked() => Err(interrupted()),
+            gathered => Ok(Some(alone(gathered?))),
+        };
     match setting {
         Setting::Alone => Ok(None),
         Setting::Starts(_) => {
+            interrupts.is_looked();
             let host = open(loopback())?;
             let children = Children::start(of, &Appointment::new(host.address(), host.token()))?;
-            let watch = &mut || children.ended();
+            let watch = &mut || is_asked().or_else(|| children.ended());
             let processes = match host.gather(of, &fingerprint, patience, watch) {
+                Err(JoinError::Ended(_))
+                    if interrupts.is_asked()
+                        || children.were_interrupted() && interrupts.is_asked_soon() =>
+                {
+                    // They have nothing to lose either.
+                    children.put_all_down();
+                    return Err(interrupted());
+                }
                 Err(JoinError::Ended(what)) if args.kept.is_some() => {
                     // To the keeper this is a loss like any other.
                     last_resort::end_kept(&what);
@@ -201,7 +218,7 @@ pub fn gather(
             };
             let processes = Arc::new(processes);
             processes.are_watched();
-            children.report_to(&processes);
+            children.report_to(&processes, interrupts);
             Ok(Some(Company {
                 processes,
                 children: Some(children),
@@ -234,11 +251,11 @@ pub fn gather(
                 let way = Way::LookedUp(find);
                 return Ok(Some(alone(join(place, &fingerprint, patience, way)?)));
             }
+            interrupts.is_looked();
             let host = open(loopback())?;
             let appointment = Appointment::new(host.address(), host.token());
             let _posted = rendezvous::post(&launched.key, &appointment)?;
-            let processes = host.gather(of, &fingerprint, patience, &mut || None)?;
-            Ok(Some(alone(processes)))
+            with_launched(host)
         }
         Setting::Launched(launched) => {
             let (address, token) = abroad(args, launched)?;
@@ -247,9 +264,9 @@ pub fn gather(
                 let way = Way::Known(address, token);
                 return Ok(Some(alone(join(place, &fingerprint, patience, way)?)));
             }
+            interrupts.is_looked();
             let host = Host::open(bound(args, &address)?, token)?;
-            let processes = host.gather(of, &fingerprint, patience, &mut || None)?;
-            Ok(Some(alone(processes)))
+            with_launched(host)
         }
     }
 }
@@ -283,6 +300,12 @@ impl Drop for Orphan {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Relaxed);
     }
+}
+
+const INTERRUPTED: &str = "interrupted before all processes had met; nothing was written";
+
+fn interrupted() -> Failure {
+    Failure::new(Exit::Interrupted, INTERRUPTED)
 }
 
 fn loopback() -> SocketAddr {

@@ -2,7 +2,9 @@
 
 use super::rendezvous::Appointment;
 use crate::failure::{Exit, Failure};
+use crate::interrupt::{INTERRUPTS, Interrupts};
 use runtime::processes::Processes;
+use rustix::process::{Pid, Signal, kill_process};
 use std::io::Write;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -78,18 +80,46 @@ impl Children {
         let found = all.iter_mut().find_map(|s| Some((s.index, s.look()?)));
         found.map(|(index, how)| format!("process {index} {}before it joined", words(how)))
     }
-    /// Tells a run how processes end, as long as there is one.
-    pub fn report_to(&self, processes: &Arc<Processes>) {
+    /// Whether one has ended as an interrupt of it would have it end.
+    pub fn were_interrupted(&self) -> bool {
+        let by_interrupt = |how: ExitStatus| {
+            how.code() == Some(Exit::Interrupted as i32)
+                || how.signal().is_some_and(|s| INTERRUPTS.contains(&s))
+        };
+        self.lock()
+            .iter()
+            .any(|s| s.ended.is_some_and(by_interrupt))
+    }
+    /// Kills one that does not answer any more: it would not end by itself.
+    pub fn put_down(&self, index: usize) {
+        let mut all = self.lock();
+        all.iter_mut()
+            .filter(|s| s.index == index)
+            .for_each(Started::put_down);
+    }
+    /// Kills all that are there.
+    pub fn put_all_down(&self) {
+        self.lock().iter_mut().for_each(Started::put_down);
+    }
+    /// Tells a run how processes end, as long as there is one. When the run is asked to end, those that a
+    /// signal has stopped are let go on, as the last step needs all of them.
+    pub fn report_to(&self, processes: &Arc<Processes>, interrupts: &Interrupts) {
         let (all, to): (_, Weak<Processes>) = (Arc::downgrade(&self.0), Arc::downgrade(processes));
+        let (interrupts, mut may_stand) = (interrupts.clone(), true);
         std::thread::spawn(move || {
             while let Some(all) = all.upgrade() {
                 let mut ended = Vec::new();
+                let goes_on = may_stand && interrupts.is_asked();
+                may_stand &= !goes_on;
                 for s in all
                     .lock()
                     .unwrap_or_else(PoisonError::into_inner)
                     .iter_mut()
                 {
                     let how = s.look().filter(|_| !s.is_told);
+                    if goes_on && s.ended.is_none() {
+                        let _ = kill_process(Pid::from_child(&s.child), Signal::CONT);
+                    }
                     s.is_told |= how.is_some();
                     ended.extend(how.map(|how| (s.index, how)));
                 }
@@ -143,9 +173,7 @@ impl Children {
                     problems.push(format!("process {} {}", s.index, words(how).trim_end()))
                 }
                 None => {
-                    s.is_put_down = true;
-                    let _ = s.child.kill();
-                    s.ended = s.child.wait().ok();
+                    s.put_down();
                     problems.push(format!("process {} did not end and was killed", s.index));
                 }
             }
@@ -160,6 +188,13 @@ impl Started {
             self.ended = self.child.try_wait().ok().flatten();
         }
         self.ended
+    }
+    fn put_down(&mut self) {
+        if self.look().is_none() {
+            self.is_put_down = true;
+            let _ = self.child.kill();
+            self.ended = self.child.wait().ok();
+        }
     }
 }
 

@@ -281,7 +281,7 @@ pub fn records_aside(args: &RunArgs, losses: u32) -> String {
 
 /// The same command with what has changed, in a file beside the run's output.
 pub fn again(args: &RunArgs, continued: &Continued) -> Result<Command, Failure> {
-    let file = args.output.with_extension("continued.json");
+    let file = file(args);
     outputs::write_atomic(&file, document::to_json(continued)?.as_bytes())?;
     let program = std::env::current_exe();
     let program = program.map_err(|e| Failure::new(Exit::RunFailed, e))?;
@@ -295,6 +295,15 @@ pub fn again(args: &RunArgs, continued: &Continued) -> Result<Command, Failure> 
         .arg(&file)
         .args(without_continued(&given));
     Ok(command)
+}
+
+/// Removes the file with what had changed, once the run is done: nobody goes on with it any more.
+pub fn forget(args: &RunArgs) {
+    let _ = std::fs::remove_file(file(args));
+}
+
+fn file(args: &RunArgs) -> PathBuf {
+    args.output.with_extension("continued.json")
 }
 
 /// The words behind the verb, without what an earlier continuation put there.

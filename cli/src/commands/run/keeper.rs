@@ -143,6 +143,8 @@ fn wait(
                     ));
                     asked = Some(Instant::now());
                     let _ = rustix::process::kill_process(pid, Signal::USR1);
+                    // The last step needs all of them, and one may be stopped.
+                    let _ = rustix::process::kill_process_group(pid, Signal::CONT);
                 }
                 Some(first) if first.elapsed() > SAME => {
                     crate::say(format_args!(

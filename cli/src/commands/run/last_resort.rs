@@ -1,12 +1,27 @@
-//! The end of a process of which a thread will never come back from the GPU's driver.
+//! The end of a process of which a thread will never come back: from the GPU's driver, or, in process 0,
+//! the one that coordinates.
 
 use crate::failure::Exit;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+/// Longest that the end waits until its reason is said: who is to hear it may not listen.
+const TO_SAY: Duration = Duration::from_secs(1);
+
+fn say(words: String) {
+    let (tell, told) = channel();
+    std::thread::spawn(move || {
+        crate::say(format_args!("{words}"));
+        let _ = tell.send(());
+    });
+    let _ = told.recv_timeout(TO_SAY);
+}
 
 /// Says why and ends, at once, so that the keeper of an elastic run takes it for lost.
 pub fn end_kept(reason: &str) {
-    crate::say(format_args!(
+    say(format!(
         "error: {reason}: nothing is left but to kill this process"
     ));
     let own = rustix::process::getpid();
@@ -21,12 +36,12 @@ pub fn end_kept(reason: &str) {
 /// connections, by which the others learn of it.
 pub fn end(reason: &str) {
     let code = Exit::RunFailed as i32;
-    crate::say(format_args!(
+    say(format!(
         "error: {reason}: nothing is left but to end this process, with exit code {code}"
     ));
     let failed = Command::new("/bin/sh")
         .args(["-c", &format!("exit {code}")])
         .exec();
-    crate::say(format_args!("warning: /bin/sh: {failed}"));
+    say(format!("warning: /bin/sh: {failed}"));
     std::process::abort()
 }

@@ -9,11 +9,12 @@ use super::among::{Company, Setting};
 use crate::args::RunArgs;
 use crate::commands::doctor::{activity, names, when};
 use crate::failure::Failure;
+use crate::interrupt::Interrupts;
 use crate::outputs;
 use crate::plan_file::Loaded;
 use ir::Rank;
 use runtime::RuntimeError;
-use runtime::record::{self, Doing, Fate, Seen, Verdict};
+use runtime::record::{self, Doing, Fate, Recording, Seen, Verdict};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -39,11 +40,15 @@ pub fn by_default(mut args: RunArgs, setting: &Setting) -> RunArgs {
     args
 }
 
-/// The folder for the ranks of this process, and the plan's fingerprint. Threads of one process have none
+/// Where the ranks of this process write what they are doing. Threads of one process have none
 /// unasked, as they die together, and the writes cost some microseconds for each instruction.
-pub fn of_ranks(args: &RunArgs, loaded: &Loaded, is_alone: bool) -> Option<(PathBuf, String)> {
+pub fn of_ranks(args: &RunArgs, loaded: &Loaded, is_alone: bool) -> Option<Recording> {
     let folder = (args.record.clone()).filter(|_| !(args.records_by_default && is_alone));
-    folder.map(|folder| (folder, loaded.hash.clone()))
+    folder.map(|folder| Recording {
+        folder,
+        plan: loaded.hash.clone(),
+        is_asked_for: !args.records_by_default,
+    })
 }
 
 /// The folder that nobody asked for; what is in it goes with [`Unasked::end`]. One that is empty goes
@@ -53,8 +58,9 @@ pub struct Unasked(PathBuf);
 impl Unasked {
     /// Makes it for process 0, without what an earlier run left there. Says why not where it cannot be
     /// made or written to, and has the run go on without.
-    pub fn begin(args: &mut RunArgs) -> Option<Self> {
+    pub fn begin(args: &mut RunArgs, interrupts: &Interrupts) -> Option<Self> {
         let folder = args.record.clone().filter(|_| args.records_by_default)?;
+        interrupts.makes(&folder);
         let made = outputs::check_folder(&folder);
         match made.and_then(|()| Ok(record::make_way(&folder)?)) {
             Ok(()) => Some(Unasked(folder)),
@@ -69,8 +75,9 @@ impl Unasked {
     }
     /// Makes it for another process, where process 0 has not, as on a host that shares no folder with it.
     /// That is to be before the processes have come together: no rank of the run writes by then.
-    pub fn begin_elsewhere(args: &RunArgs) -> Option<Self> {
+    pub fn begin_elsewhere(args: &RunArgs, interrupts: &Interrupts) -> Option<Self> {
         let folder = args.record.clone().filter(|_| args.records_by_default)?;
+        interrupts.makes(&folder);
         let is_made = std::fs::create_dir(&folder).is_ok();
         // What cannot be taken out of the way stays.
         let _ = record::make_way(&folder);
@@ -102,13 +109,31 @@ pub fn explained(
     loaded: &Loaded,
     (error, company): (&RuntimeError, Option<&Company>),
 ) -> String {
+    let (words, verdict) = examined(args, loaded, (error, company));
+    if let (Some(folder), Some(verdict)) = (&args.record, verdict) {
+        // The error is said all the same.
+        let _ = verdict.write(folder);
+    }
+    words
+}
+
+/// The same words, in a process that has lost process 0 and leaves the finding to
+/// [`without_first`].
+pub fn told(args: &RunArgs, loaded: &Loaded, error: &RuntimeError) -> String {
+    examined(args, loaded, (error, None)).0
+}
+
+/// The words, and the finding where there are records.
+fn examined(
+    args: &RunArgs,
+    loaded: &Loaded,
+    (error, company): (&RuntimeError, Option<&Company>),
+) -> (String, Option<Verdict>) {
     let words = error.to_string();
-    let Some(folder) = &args.record else {
-        return words;
-    };
     // A run of threads may have none.
-    let Ok(mut seen) = record::read(folder) else {
-        return words;
+    let seen = args.record.as_ref().map(|folder| record::read(folder));
+    let Some(Ok(mut seen)) = seen else {
+        return (words, None);
     };
     seen.retain(|s| s.plan == loaded.hash);
     let doing = record::diagnose(&loaded.program, &seen).map(|d| d.ranks);
@@ -116,21 +141,19 @@ pub fn explained(
     doing
         .values_mut()
         .for_each(|doing| forget_absent(doing, &seen));
-    let found = found(error, (&seen, &doing), company);
     let verdict = Verdict {
         error: words.clone(),
-        found,
+        found: found(error, (&seen, &doing), company),
     };
-    // The error is said all the same.
-    let _ = verdict.write(folder);
     let named = match error {
         RuntimeError::Gone { rank, .. } => Some(*rank),
         _ => None,
     };
-    match account((named, &verdict.found), (&seen, &doing)) {
+    let words = match account((named, &verdict.found), (&seen, &doing)) {
         Some(account) => format!("{words}. {account}"),
         None => words,
-    }
+    };
+    (words, Some(verdict))
 }
 
 /// Takes those for whom there is no record out of a wait: they may be on another host.

@@ -1,5 +1,6 @@
 //! How the processes of a run of one host learn where process 0 listens and the run's token: from
-//! a file that only their user can read, which process 0 writes and removes.
+//! a file that only their user can read, which process 0 writes and removes. That of a process 0 that was
+//! killed meanwhile goes when the next one writes its own.
 
 use crate::failure::{Exit, Failure};
 use runtime::processes::Token;
@@ -8,6 +9,10 @@ use std::fs::{self, DirBuilder, File, Metadata};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+
+/// How names of appointments begin, and of those that are being written, before the writer's number.
+const POSTED: &str = "run-";
+const UNFINISHED: &str = ".new-";
 
 /// Where process 0 listens, and the secret of its run.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -56,18 +61,50 @@ pub fn post(key: &str, appointment: &Appointment) -> Result<Posted, Failure> {
         .create(&folder);
     made.map_err(|e| failed(format!("{}: {e}", folder.display())))?;
     check_folder(&folder).map_err(failed)?;
+    forget_dead(&folder);
     let path = file(&folder, key);
     let text = serde_json::to_string(appointment)
         .map_err(|e| Failure::new(Exit::Internal, format!("an appointment: {e}")))?;
     let written = || -> io::Result<()> {
         // Temporary files are their owner's alone, and this one replaces another one as a whole.
-        let mut new = tempfile::NamedTempFile::new_in(&folder)?;
+        let prefix = format!("{UNFINISHED}{}-", std::process::id());
+        let mut new = tempfile::Builder::new()
+            .prefix(&prefix)
+            .tempfile_in(&folder)?;
         new.write_all(text.as_bytes())?;
         new.persist(&path)?;
         Ok(())
     };
     written().map_err(|e| failed(format!("{}: {e}", path.display())))?;
     Ok(Posted(path))
+}
+
+/// Removes what process 0 of other runs has left that was killed before all had met: their secrets. Who
+/// has its number now may be another process, and then it stays for longer.
+fn forget_dead(folder: &Path) {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    for path in entries.map(|e| e.path()) {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let writer = match name.strip_prefix(UNFINISHED) {
+            Some(rest) => rest.split('-').next().and_then(|pid| pid.parse().ok()),
+            None if name.starts_with(POSTED) => {
+                let text = private_text(&path).unwrap_or_default();
+                serde_json::from_str(&text).ok().map(|a: Appointment| a.pid)
+            }
+            None => None,
+        };
+        if writer.is_some_and(|pid| !is_alive(pid)) {
+            let _ = fs::remove_file(&path);
+        }
+    }
+}
+
+fn is_alive(pid: u32) -> bool {
+    let pid = i32::try_from(pid)
+        .ok()
+        .and_then(rustix::process::Pid::from_raw);
+    // One of another user, which may not be asked, is alive, too.
+    pid.is_some_and(|pid| rustix::process::test_kill_process(pid) != Err(rustix::io::Errno::SRCH))
 }
 
 /// Reads the appointment of the run with this key; what is in the way where there is none.
@@ -141,7 +178,7 @@ fn folder() -> PathBuf {
 
 fn file(folder: &Path, key: &str) -> PathBuf {
     let hash = blake3::hash(key.as_bytes()).to_hex();
-    folder.join(format!("run-{}.json", &hash[..16]))
+    folder.join(format!("{POSTED}{}.json", &hash[..16]))
 }
 
 /// Only this user can read it, or, for a folder, look into it.

@@ -5,9 +5,10 @@
 //! step ahead, where the loss befell others in between. Of the steps that ranks are at, the last one is
 //! taken of which they have every part together.
 
-use super::{ALONE, ATTENTION, LAST_WORDS, Member, Session};
+use super::{ATTENTION, LAST_WORDS, Member, Session};
 use crate::checkpoint::{Lost, Shard, shares_of};
 use crate::execute::message::{Reply, Request};
+use crate::processes::ALONE;
 use ir::Rank;
 use ir::program::StateBuffer;
 use std::collections::{BTreeMap, BTreeSet};
@@ -86,6 +87,7 @@ impl Session {
         }
         let asked = Instant::now();
         let answer = |m: &Member| loop {
+            self.pulse.iter().for_each(|pulse| pulse.goes_on());
             match self.workers[m.worker].hear(m.rank, ATTENTION) {
                 Some(answer) => break answer.ok(),
                 None if asked.elapsed() > patience => break None,

@@ -1,0 +1,322 @@
+//! Kills and interrupts in every phase of a run of several processes: before they have met, in the first
+//! step and a later one, while a checkpoint is written, and at the end.
+#![cfg(target_os = "linux")]
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+use support::{Begin, CONFIG, Place, Running, faults, processes_of, said};
+
+const RUN: [&str; 4] = ["run", "plan.json", "--data", "text.txt"];
+const LONG: [&str; 5] = ["--steps", "100000000", "--processes=2", "-o", "run.json"];
+/// Longest that something is waited for.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn command(place: &Place, args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_meshwright"));
+    command
+        .args([&RUN[..], args].concat())
+        .current_dir(place.path("."))
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+/// Waits until there is something.
+fn wait_for<T>(what: &str, mut found: impl FnMut() -> Option<T>) -> T {
+    let since = Instant::now();
+    loop {
+        if let Some(found) = found() {
+            return found;
+        }
+        assert!(since.elapsed() < PATIENCE, "{what} never is");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn send(name: &str, id: u32) {
+    // It may have ended by now.
+    let _ = Command::new("kill")
+        .args([name, &id.to_string()])
+        .stderr(Stdio::null())
+        .status();
+}
+
+/// The process that a run has started, as soon as it is there.
+fn second_of(place: &Place, run: &Running) -> u32 {
+    wait_for("a second process", || {
+        let mut all = processes_of(place, "run.json").into_iter();
+        all.find(|id| *id != run.id())
+    })
+}
+
+fn nobody_is_left(place: &Place) {
+    wait_for("nobody", || {
+        processes_of(place, "run.json").is_empty().then_some(())
+    });
+}
+
+/// Where a rank is by its record: scripts that it has begun, and the step of the last one.
+fn at(place: &Place, rank: u32) -> Option<(u64, u64)> {
+    let bytes = std::fs::read(place.path(&format!("run.records/rank-{rank}.record"))).ok()?;
+    let number = |at: usize| Some(u64::from_le_bytes(*bytes.get(at..)?.first_chunk()?));
+    Some((number(64)?, number(72)? >> 1))
+}
+
+/// Asserts that a run ended as one that lost its second process, and names it with the signal.
+fn is_lost(place: &Place, output: &Output, second: u32) -> String {
+    let words = support::flat(&said(output));
+    assert_eq!(output.status.code(), Some(6), "{words}");
+    let is_named = words.contains(&format!("process 1 (pid {second} on "))
+        || words.contains("process 1 was killed by signal 9 before it joined");
+    assert!(is_named && words.contains("killed by signal 9"), "{words}");
+    nobody_is_left(place);
+    words
+}
+
+/// A place with a plan for two ranks with states of their own each, of a model whose steps take some tenths
+/// of a second.
+fn long_steps() -> Place {
+    let place = Place::new();
+    let larger = CONFIG
+        .replace("\"n_embd\": 16", "\"n_embd\": 128")
+        .replace("\"n_positions\": 16", "\"n_positions\": 128");
+    place.write("config.json", larger);
+    compile(&place, "16");
+    place
+}
+
+fn short_steps() -> Place {
+    let place = Place::new();
+    compile(&place, "2");
+    place
+}
+
+fn compile(place: &Place, batch: &str) {
+    let compile = ["compile", "config.json", "--cluster", "cpu-default"];
+    let pins = ["--ranks", "2", "--pin", "data=2", "--pin", "zero=1"];
+    let batch = ["--global-batch", batch];
+    place.run(&[&compile[..], &pins, &batch].concat()).expect(0);
+}
+
+/// Before the processes have met, where the one that is killed is held up until then.
+#[test]
+fn a_kill_before_all_have_met_is_named() {
+    let place = short_steps();
+    let run = command(&place, &LONG).begin().unwrap();
+    let second = second_of(&place, &run);
+    send("-STOP", second);
+    send("-KILL", second);
+    let output = run.wait_with_output().unwrap();
+    is_lost(&place, &output, second);
+    assert!(!place.exists("run.json"));
+}
+
+/// In the first step and in a later one, wherever in it the rank is.
+#[test]
+fn a_kill_in_the_first_step_or_a_later_one_is_named_with_the_step() {
+    let place = long_steps();
+    for step in [0, 2] {
+        let run = command(&place, &LONG).begin().unwrap();
+        // Records of the round before go when the run begins.
+        let second = second_of(&place, &run);
+        let seen = wait_for("that step", || {
+            let of_run = std::fs::read(place.path("run.records/rank-1.record")).ok()?;
+            let pid = u32::from_le_bytes(*of_run.get(12..)?.first_chunk()?);
+            at(&place, 1).filter(|(plays, at)| pid == second && *plays > 0 && *at >= step)
+        });
+        // Now at its beginning, now in the middle.
+        std::thread::sleep(Duration::from_millis(40 * step));
+        send("-KILL", second);
+        let output = run.wait_with_output().unwrap();
+        let words = is_lost(&place, &output, second);
+        let (_, told) = words.split_once(". rank1, in step ").expect(&words);
+        let told: String = told.chars().take_while(char::is_ascii_digit).collect();
+        let told: u64 = told.parse().unwrap();
+        assert!(told >= seen.1, "{seen:?}: {words}");
+        // A step takes longer than a kill does, but for a machine that is very busy.
+        assert!(told <= seen.1 + 5, "{seen:?}: {words}");
+    }
+}
+
+/// Says whether a rank is writing its states below `state`.
+fn is_writing(place: &Place) -> Option<()> {
+    let all = std::fs::read_dir(place.path("state")).into_iter().flatten();
+    let unfinished = all.flatten().filter(|f| {
+        let name = f.file_name();
+        name.to_string_lossy().starts_with(".meshwright-tmp-")
+    });
+    let mut files = unfinished.flat_map(|f| std::fs::read_dir(f.path()).into_iter().flatten());
+    files.next().map(|_| ())
+}
+
+/// While a checkpoint is written, beside the steps or while these wait, and while the last one is.
+#[test]
+fn a_kill_while_states_are_written_is_named_and_spoils_no_checkpoint() {
+    let place = short_steps();
+    let library = faults(&place);
+    let first = ["--steps", "3", "--checkpoint", "state", "-o", "first.json"];
+    command(&place, &first).output().unwrap();
+    let resume = ["--resume", "state", "--checkpoint", "state"];
+    for (steps, every) in [
+        ("100000000", &["--checkpoint-every", "2"][..]),
+        (
+            "100000000",
+            &["--checkpoint-every", "2", "--checkpoint-mode", "wait"],
+        ),
+        ("2", &[]),
+    ] {
+        let of = ["--steps", steps, "--processes=2", "-o", "run.json"];
+        let run = command(&place, &[&of[..], &resume, every].concat())
+            .env("LD_PRELOAD", &library)
+            .env("FAULT_IN", "state")
+            .env("FAULT_DELAY", "500")
+            .begin()
+            .unwrap();
+        let second = second_of(&place, &run);
+        wait_for("a part of a checkpoint", || is_writing(&place));
+        send("-KILL", second);
+        let output = run.wait_with_output().unwrap();
+        is_lost(&place, &output, second);
+        // What is there is whole, and the run goes on from it.
+        place.run(&["checkpoint", "verify", "state"]).expect(0);
+        let more = ["--steps", "1", "-o", "more.json"];
+        let more = [&RUN[..], &more, &resume[..2]].concat();
+        place.run(&more).expect(0);
+    }
+}
+
+/// Killed at any moment while it starts and goes on from a checkpoint, now one process and now the other:
+/// nothing is lost or spoilt, and the run comes to the states of one that nobody disturbed.
+#[test]
+fn kills_while_a_run_goes_on_again_lose_nothing() {
+    let place = short_steps();
+    let state = ["--checkpoint", "state", "--resume", "state"];
+    let begin = ["--steps", "2", "-o", "run.json", "--processes=2"];
+    place
+        .run(&[&RUN[..], &begin, &state[..2]].concat())
+        .expect(0);
+    let before = place.names_in("state");
+    for round in 0..10u32 {
+        // No further checkpoint is due.
+        let run = command(&place, &[&LONG[..], &state].concat())
+            .begin()
+            .unwrap();
+        std::thread::sleep(Duration::from_millis(30) * (round / 2));
+        let victim = match round % 2 {
+            0 => run.id(),
+            _ => second_of(&place, &run),
+        };
+        send("-KILL", victim);
+        let output = run.wait_with_output().unwrap();
+        let words = said(&output);
+        match round % 2 {
+            0 => assert_eq!(output.status.code(), None, "{words}"),
+            _ => drop(is_lost(&place, &output, victim)),
+        }
+        nobody_is_left(&place);
+        assert_eq!(place.names_in("state"), before, "{words}");
+    }
+    let rest = ["--steps", "4", "-o", "run.json", "--processes=2"];
+    place.run(&[&RUN[..], &rest, &state].concat()).expect(0);
+    let whole = ["--steps", "6", "--checkpoint", "whole", "-o", "whole.json"];
+    place.run(&[&RUN[..], &whole].concat()).expect(0);
+    for rank in [0, 1] {
+        let [one, other] = ["state/0002-step-6", "whole/0001-step-6"]
+            .map(|folder| place.read(&format!("{folder}/rank-{rank}.safetensors")));
+        assert!(one == other, "the states differ");
+    }
+}
+
+/// An interrupt before the processes have met ends them with the code of an interrupt, and nothing of the
+/// run is left: no folder, no secret, no process.
+#[test]
+fn an_interrupt_before_all_have_met_leaves_nothing() {
+    let place = short_steps();
+    let more = ["--checkpoint", "state", "--metrics", "m.csv"];
+    let args = [&["--steps", "100000000", "-o", "run.json"][..], &more].concat();
+    let before = place.names();
+    let nothing_is_left = |output: &Output, what: &str| {
+        let words = said(output);
+        assert_eq!(output.status.code(), Some(130), "{what}: {words}");
+        assert!(words.contains("nothing was written"), "{what}: {words}");
+        nobody_is_left(&place);
+        let mut left = place.names();
+        left.retain(|name| !name.starts_with("meshwright-"));
+        assert_eq!(left, before, "{what}: {words}");
+        for folder in place
+            .names()
+            .iter()
+            .filter(|n| n.starts_with("meshwright-"))
+        {
+            assert_eq!(place.names_in(folder), [""; 0], "{what}: {words}");
+        }
+    };
+    for signal in ["-TERM", "-INT", "-USR1"] {
+        // One process of a launcher, which waits for the other one.
+        for rank in ["0", "1"] {
+            let run = command(&place, &args)
+                .env("TMPDIR", place.path("."))
+                .env_remove("XDG_RUNTIME_DIR")
+                .envs([("RANK", rank), ("WORLD_SIZE", "2")])
+                .env("LOCAL_WORLD_SIZE", "2")
+                .begin()
+                .unwrap();
+            // Process 0 has posted its secret, or both have made the folder of their records.
+            wait_for("the meeting", || place.exists("run.records").then_some(()));
+            send(signal, run.id());
+            let output = run.wait_with_output().unwrap();
+            nothing_is_left(&output, &format!("{signal} to rank {rank}"));
+        }
+        // One that has started the other, which is held up before it can join; not every time.
+        let mut tries = 0..20;
+        let was_caught = tries.any(|_| {
+            let run = command(&place, &[&args[..], &["--processes=2"]].concat())
+                .begin()
+                .unwrap();
+            let second = second_of(&place, &run);
+            send("-STOP", second);
+            let fds = std::fs::read_dir(format!("/proc/{second}/fd"));
+            let mut fds = fds.into_iter().flatten().flatten();
+            let has_joined = fds.any(|fd| {
+                let target = std::fs::read_link(fd.path()).unwrap_or_default();
+                target.to_string_lossy().starts_with("socket:")
+            });
+            send(signal, run.id());
+            let output = run.wait_with_output().unwrap();
+            assert_eq!(output.status.code(), Some(130), "{}", said(&output));
+            if !has_joined {
+                nothing_is_left(&output, signal);
+                return true;
+            }
+            nobody_is_left(&place);
+            for name in place.names().iter().filter(|name| !before.contains(name)) {
+                let path = place.path(name);
+                let _ = std::fs::remove_dir_all(&path).or_else(|_| std::fs::remove_file(&path));
+            }
+            false
+        });
+        assert!(was_caught, "the other process had always joined");
+    }
+}
+
+/// A terminal sends an interrupt to all processes of a run at once: whoever hears of it first, the run ends
+/// with the code of an interrupt, whatever phase it is in.
+#[test]
+fn an_interrupt_of_all_in_any_phase_has_its_code() {
+    let place = short_steps();
+    for round in 0..8u32 {
+        let run = command(&place, &LONG).begin().unwrap();
+        second_of(&place, &run);
+        std::thread::sleep(Duration::from_millis(5 * u64::from(round)));
+        let group = format!("-{}", run.id());
+        let sent = Command::new("kill").args(["-TERM", "--", &group]).status();
+        assert!(sent.unwrap().success());
+        let output = run.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(130), "{}", said(&output));
+        nobody_is_left(&place);
+        assert!(!place.exists("run.records"), "{}", said(&output));
+    }
+}
