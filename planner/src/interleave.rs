@@ -12,10 +12,11 @@
 //! with the [`Latency`] of interleaved 1F1B, which gives the two factors; the other schedules'
 //! latencies give theirs. A choice fits when on every mesh the sum of static + in_flight * saved
 //! over its stages and the largest transient are at most the capacity, with the microbatches in
-//! flight of each of the [moments](ir::schedule::Schedule::moments) that decide: stages have most of
-//! them at different times. Where all hold as many bytes the first moment decides; the others are
-//! looked at where what was chosen overruns them. Where stages run alike those with earlier layers
-//! hold no more than the later ones, since of these most are in flight while the others have most.
+//! flight of each of the [moments](ir::schedule::Schedule::moments) that decide: stages have most
+//! of them at different times. Where all hold as many bytes the first moment decides; the others
+//! are looked at where what was chosen overruns them. Where stages run alike those with earlier
+//! layers hold no more than the later ones, since of these most are in flight while the others have
+//! most.
 //!
 //! How: below a threshold on t the stages of a mesh are combined one by one. Under a bound on
 //! the mesh's sum of s the least sum of t is best for the rest of the objective, on every mesh by
@@ -86,7 +87,9 @@ pub(crate) struct SharedStage<'a> {
     pub in_flight: &'a [u64],
     /// Time to send to the next stage, part of t.
     pub transfer_s: f64,
-    /// Whether the stage before it on its mesh has the same ways to run.
+    /// Whether the stage before it on its mesh has the same entries and sends as long. It then
+    /// never has fewer microbatches in flight than this one, so of two picks it takes the one that
+    /// saves less: the other order costs as much and needs no fewer bytes at any moment.
     pub is_alike: bool,
 }
 
@@ -98,8 +101,9 @@ type Lasting = SmallVec<[u128; 2]>;
 pub(crate) struct Shared {
     /// By stage: the index of its entry.
     pub entries: Vec<usize>,
-    /// By stage: bytes beside transient ones that it may take, its own and an equal part of what
-    /// its mesh has left.
+    /// By stage: bytes beside transient ones that it may take at the first moment, its own and as
+    /// much of what its mesh has left as an equal part leaves for saved bytes at every moment. A
+    /// stage that gives static bytes for saved ones within them may still overrun another moment.
     pub share_bytes: Vec<u64>,
     pub sum_s: f64,
     pub max_s: f64,
@@ -424,8 +428,8 @@ impl Frontier {
 }
 
 /// The weight that the first stages of a mesh may have so that the mesh can still be as good as one
-/// that is known to fit: Lagrange's bound. With a price on memory the rest weighs no less than the least
-/// of each stage's seconds and priced bytes, less the price of what there is.
+/// that is known to fit: Lagrange's bound. With a price on memory the rest weighs no less than the
+/// least of each stage's seconds and priced bytes, less the price of what there is.
 struct Hope {
     /// Seconds per byte.
     price: f64,
@@ -443,8 +447,8 @@ impl Hope {
     /// None where no price on memory makes the stages fit, each on its own.
     fn of(of: Mesh<'_, '_>, threshold: f64, capacity: u128, microbatches: f64) -> Option<Hope> {
         let (stages, n_moments) = (of.stages, of.moments.len());
-        // Seconds, bytes at the mean of the moments, transient bytes and bytes at each moment of every
-        // entry that is allowed.
+        // Seconds, bytes at the mean of the moments, transient bytes and bytes at each moment of
+        // every entry that is allowed.
         let of_stage = |s: &&SharedStage<'_>| {
             let times = s.entries.iter().map(|e| (e, e.time_s() + s.transfer_s));
             let allowed = times.filter(|(_, time_s)| *time_s <= threshold);
@@ -567,8 +571,8 @@ fn cheapest(meshes: &[&Frontier], latency: Latency) -> Option<Vec<Part>> {
     Some(chosen.map(|(frontier, i)| frontier.part(i)).collect())
 }
 
-/// The fewest bytes that stages of a mesh need at any moment: under each bound on transient bytes the
-/// entries that last with the fewest.
+/// The fewest bytes that stages of a mesh need at any moment: under each bound on transient bytes
+/// the entries that last with the fewest.
 fn least_bytes(stages: &[&SharedStage<'_>]) -> u128 {
     let at = |moment: usize| {
         let of_stage = |s: &&SharedStage<'_>, bound: u64| {
@@ -734,11 +738,28 @@ mod tests {
                 .collect();
             // Two moments that differ, or one.
             let n_moments = 1 + below(2) as usize;
-            let flights: Vec<Vec<u64>> = tables
+            let mut flights: Vec<Vec<u64>> = tables
                 .iter()
                 .map(|_| (0..n_moments).map(|_| below(4)).collect())
                 .collect();
-            let stages = tables.iter().zip(&flights).map(|(t, n)| stage(t, n));
+            // In a third of the cases the stages of a mesh are alike, with ever fewer in flight.
+            let is_alike = below(3) == 0;
+            let mut tables = tables;
+            for mesh in (0..p).filter(|_| is_alike) {
+                let own: Vec<usize> = route.stages_of(mesh, p, p * v).collect();
+                for (&before, &k) in own.iter().zip(&own[1..]) {
+                    tables[k] = tables[before].clone();
+                    for at in 0..n_moments {
+                        flights[k][at] = flights[k][at].min(flights[before][at]);
+                    }
+                }
+            }
+            let is_first = |k: usize| k < p;
+            let stages = tables.iter().zip(&flights).enumerate();
+            let stages = stages.map(|(k, (t, n))| SharedStage {
+                is_alike: is_alike && !is_first(k),
+                ..stage(t, n)
+            });
             let stages: Vec<_> = stages.collect();
             let (m, capacity) = (p as u32 * (1 + below(4) as u32), 20 + below(60));
             let mut best: Option<f64> = None;
@@ -790,9 +811,9 @@ mod tests {
         }
     }
 
-    /// Two stages of a mesh, of which the first has 4 microbatches in flight while the second has none,
-    /// else both 2: where one may hold more than the other it is the second, and alike stages are
-    /// not looked at in the other order.
+    /// Two stages of a mesh, of which the first has 4 microbatches in flight while the second has
+    /// none, else both 2: where one may hold more than the other it is the second, and alike stages
+    /// are not looked at in the other order.
     #[test]
     fn what_holds_more_comes_behind() {
         let entries = [entry(2.0, 0.0, 0, 10, 0), entry(3.0, 0.0, 0, 5, 0)];

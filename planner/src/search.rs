@@ -38,6 +38,7 @@ mod interleaved;
 mod larger;
 mod mixes;
 mod orders;
+mod outlook;
 mod pipelines;
 mod ranking;
 mod request;

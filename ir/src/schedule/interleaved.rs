@@ -113,7 +113,8 @@ impl Schedule for Interleaved {
 
     /// In the steady state a forward of one chunk comes in for a backward of another, so a mesh has
     /// as many in all as at its peak, but more and more of them are of early chunks. The counts
-    /// change evenly until forwards or backwards go on to the next chunk, so what decides lies there.
+    /// change evenly until forwards or backwards go on to the next chunk, so what decides lies
+    /// there.
     fn moments(&self, mesh: usize, n_meshes: usize, m: u32) -> Vec<Vec<u32>> {
         let (v, p) = (self.v(), (n_meshes as u64).max(1));
         let all = v.saturating_mul(u64::from(m));
@@ -157,8 +158,8 @@ impl Schedule for Interleaved {
     }
 }
 
-/// How many of the first `slots` forwards of one of `p` meshes are of the `nth` of its `v` chunks in
-/// a round.
+/// How many of the first `slots` forwards of one of `p` meshes are of the `nth` of its `v` chunks
+/// in a round.
 fn of_chunk(nth: u64, slots: u64, p: u64, v: u64) -> u64 {
     let round = p.saturating_mul(v).max(1);
     slots / round * p + (slots % round).saturating_sub(nth * p).min(p)

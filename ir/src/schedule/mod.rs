@@ -294,19 +294,19 @@ pub trait Schedule: Send + Sync {
     fn in_flight(&self, from: PassKind, to: PassKind, stage: usize, n_stages: usize, m: u32)
     -> u32;
 
-    /// Microbatches that stage `stage` has in flight, from the forward pass until nothing is left to
-    /// do, while its mesh has the most of all of its stages together. Stages of a mesh have their
-    /// most at different times, so these are fewer than [`Schedule::in_flight`] says of each; where
-    /// they hold as many bytes a microbatch, this is what a mesh needs memory for.
+    /// Microbatches that stage `stage` has in flight, from the forward pass until nothing is left
+    /// to do, while its mesh has the most of all of its stages together. Stages of a mesh have
+    /// their most at different times, so these are fewer than [`Schedule::in_flight`] says of each;
+    /// where they hold as many bytes a microbatch, this is what a mesh needs memory for.
     fn at_peak(&self, stage: usize, n_stages: usize, m: u32) -> u32 {
         let passes = self.passes();
         let last = *passes.last().unwrap_or(&PassKind::Backward);
         self.in_flight(PassKind::Forward, last, stage, n_stages, m)
     }
 
-    /// Microbatches that the stages of mesh `mesh` have in flight, by chunk, at the moments of a step
-    /// that decide on its memory: whatever bytes each stage holds for a microbatch, together they
-    /// hold the most at one of these moments. The first is [`Schedule::at_peak`].
+    /// Microbatches that the stages of mesh `mesh` have in flight, by chunk, at the moments of a
+    /// step that decide on its memory: whatever bytes each stage holds for a microbatch, together
+    /// they hold the most at one of these moments. The first is [`Schedule::at_peak`].
     fn moments(&self, mesh: usize, n_meshes: usize, m: u32) -> Vec<Vec<u32>> {
         let n_stages = n_meshes * self.virtual_stages() as usize;
         let stages = self.route().stages_of(mesh, n_meshes, n_stages);

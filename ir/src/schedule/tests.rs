@@ -333,8 +333,8 @@ fn stages_have_their_peak_together() {
     }
 }
 
-/// Whatever bytes a microbatch of each stage takes, a mesh holds the most at one of the moments of its
-/// schedule, and it comes to each of them.
+/// Whatever bytes a microbatch of each stage takes, a mesh holds the most at one of the moments of
+/// its schedule, and it comes to each of them.
 #[test]
 fn a_mesh_holds_the_most_at_one_of_its_moments() {
     let mut rng = crate::testing::Rng::new(7);

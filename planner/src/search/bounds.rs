@@ -328,8 +328,8 @@ impl Search<'_> {
             };
             (b.price, cuts.numbers.iter().map(of_number).collect())
         };
-        // By price on bytes, and by number in flight and sequence the seconds of all microbatches and
-        // once per step.
+        // By price on bytes, and by number in flight and sequence the seconds of all microbatches
+        // and once per step.
         let mut bounds: Vec<(f64, Vec<Vec<f64>>)> = bounds.map(of_price).collect();
         let relaxed = candidate.relaxed.iter();
         let relaxed: Vec<f64> = relaxed.map(|s| s.unwrap_or(f64::INFINITY)).collect();
@@ -356,7 +356,10 @@ impl Search<'_> {
                 let sum = |rounds: f64| {
                     let of_number = |own: &Vec<f64>| -> Vec<f64> {
                         let all = own.iter().zip(&relaxed);
-                        all.map(|(s, t)| s + (rounds - candidate.m) * t).collect()
+                        let sums = all.map(|(s, t)| s + (rounds - candidate.m) * t);
+                        // What cannot be run has no number where nothing is added.
+                        let known = |s: f64| if s.is_finite() { s } else { f64::INFINITY };
+                        sums.map(known).collect()
                     };
                     let figures: Vec<Vec<f64>> = own.iter().map(of_number).collect();
                     cuts.least(longest.n_layers, &figures)

@@ -73,12 +73,12 @@ impl Ring {
 
     /// By stage, the microbatches in flight at each of its mesh's moments.
     fn in_flight(self, m: u32) -> Vec<Vec<u64>> {
-        let (schedule, route) = (self.schedule.schedule(), self.schedule.route());
+        let schedule = self.schedule.schedule();
         let of_mesh = |mesh: usize| schedule.moments(mesh, self.n_meshes, m);
         let moments: Vec<Vec<Vec<u32>>> = (0..self.n_meshes).map(of_mesh).collect();
         let of_stage = |stage: usize| {
             let chunk = stage / self.n_meshes.max(1);
-            let own = moments[route.mesh_of(stage, self.n_meshes)].iter();
+            let own = moments[self.mesh_of(stage)].iter();
             own.map(|counts| counts[chunk].into()).collect()
         };
         (0..self.n_stages()).map(of_stage).collect()
@@ -88,7 +88,11 @@ impl Ring {
     fn before_on_its_mesh(self, stage: usize) -> Option<usize> {
         let (route, p) = (self.schedule.route(), self.n_meshes.max(1));
         let before = (stage / p).checked_sub(1)?;
-        Some(route.stage_of(route.mesh_of(stage, p), before, p))
+        Some(route.stage_of(self.mesh_of(stage), before, p))
+    }
+
+    fn mesh_of(self, stage: usize) -> usize {
+        self.schedule.route().mesh_of(stage, self.n_meshes)
     }
 
     pub(super) fn latency(self, m: u32) -> Latency {
@@ -406,16 +410,23 @@ impl Search<'_> {
         m: u32,
         capacity: u64,
     ) -> Result<PipelineChoice, PlanError> {
-        let of_use = |s: &StageChoice| {
-            let entries = table.get(s.layers.clone(), s.submesh);
-            on_hull(entries, m, s.in_flight)
-        };
-        let entries: Vec<Vec<StageEntry>> = cuts.iter().map(of_use).collect();
         let in_flight = ring.in_flight(m);
-        let all = |s: &StageChoice| table.get(s.layers.clone(), s.submesh);
-        let is_alike = |stage: usize| {
-            let before = ring.before_on_its_mesh(stage);
-            before.is_some_and(|before| all(&cuts[before]) == all(&cuts[stage]))
+        // The fewest and the most that a stage of each mesh has in flight.
+        let of_mesh = |mesh: usize| {
+            let counts = || ring.meshes().of_mesh(mesh, &in_flight).flatten().copied();
+            let fewest = counts().filter(|n| *n > 0).min().unwrap_or(1);
+            [fewest, counts().max().unwrap_or(1)]
+        };
+        let counts: Vec<[u64; 2]> = (0..ring.n_meshes).map(of_mesh).collect();
+        let entries = cuts.iter().enumerate().map(|(k, s)| {
+            let entries = table.get(s.layers.clone(), s.submesh);
+            on_hulls(entries, m, &counts[ring.mesh_of(k)])
+        });
+        let entries: Vec<Vec<StageEntry>> = entries.collect();
+        let is_alike = |k: usize| {
+            let is_so =
+                |b: usize| entries[b] == entries[k] && cuts[b].transfer_s == cuts[k].transfer_s;
+            ring.before_on_its_mesh(k).is_some_and(is_so)
         };
         let stages = cuts.iter().zip(&entries).enumerate();
         let stages = stages.map(|(k, (s, entries))| SharedStage {
@@ -488,6 +499,20 @@ impl Search<'_> {
         });
         sent.collect()
     }
+}
+
+/// The entries of a stage that some price on memory makes best with one of these numbers of
+/// microbatches in flight.
+fn on_hulls(entries: &[StageEntry], m: u32, in_flight: &[u64]) -> Vec<StageEntry> {
+    let mut all: Vec<StageEntry> = Vec::new();
+    for &n in in_flight {
+        for e in on_hull(entries, m, n) {
+            if !all.contains(&e) {
+                all.push(e);
+            }
+        }
+    }
+    all
 }
 
 /// The entries of a stage that some price on memory makes best: the corners of the convex hull of

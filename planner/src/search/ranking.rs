@@ -16,6 +16,7 @@ use super::chosen::Assembled;
 use super::hiding;
 use super::interleaved;
 use super::mixes::Rungs;
+use super::outlook::{Shares, Shortfalls};
 use super::simple::{Complexity, Frontier, Likeness};
 use super::{Pipeline, Search, Shape};
 use crate::assemble::record_paths;
@@ -32,7 +33,7 @@ use ir::training::TrainingGraph;
 use ir::{Bytes, Graph, Seconds, counted};
 use lowering::{BucketSizes, Layouts, LowerError};
 use rayon::prelude::*;
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 
 /// Number of simulated pipelines that are tried at ZeRO levels: the fastest at all of
 /// them, the next at that at which the first is fastest. To lower and simulate a pipeline takes
@@ -45,10 +46,11 @@ const AT_SHAPES: usize = 2;
 /// A plan that takes so many times as long as the fastest is not looked at further.
 const CLOSE: f64 = 1.02;
 /// What is assumed to hide is not simulated where its objective, under that assumption, is so many
-/// times as long as the fastest step. Its program hides more than is assumed, up to a third as was seen.
+/// times as long as the fastest step. Its program hides more than is assumed: up to a third more,
+/// of what was seen.
 const HIDES_MORE: f64 = 1.5;
-/// A pipeline of one stage may take so many times as long as the fastest and still be as fast at another
-/// ZeRO level: all of its devices share states. The most that was seen is 1.17 times.
+/// A pipeline of one stage may take so many times as long as the fastest and still be as fast at
+/// another ZeRO level: all of its devices share states. The most that was seen is 1.17 times.
 const GAIN_OF_ONE_STAGE: f64 = 1.25;
 /// Pipelines that are lowered and simulated at once: each keeps its program until it is compared.
 const AT_ONCE: usize = 4;
@@ -125,68 +127,6 @@ struct Ranked {
     plan: Plan,
 }
 
-/// The bytes that pipelines of a kind overran the memory by when they were first made. What the
-/// model of memory leaves out is much the same for all of a kind, so where all so far overran it the
-/// others would too, and have to be made and lowered twice.
-#[derive(Default)]
-struct Shortfalls {
-    /// By whether traffic is assumed to hide and whether stages share meshes, ascending.
-    of_kind: BTreeMap<(bool, bool), Vec<u64>>,
-}
-
-impl Shortfalls {
-    /// Of so few nothing follows.
-    const FEW: usize = 2;
-
-    fn kind(p: &Pipeline) -> (bool, bool) {
-        (p.assumed.hides(), p.schedule.virtual_stages() > 1)
-    }
-
-    fn add(&mut self, p: &Pipeline, over: u64) {
-        let of_kind = self.of_kind.entry(Self::kind(p)).or_default();
-        let at = of_kind.partition_point(|o| *o < over);
-        of_kind.insert(at, over);
-    }
-
-    /// The bytes that half of the pipelines of the kind overran by; none where one fit.
-    fn of(&self, p: &Pipeline) -> Option<u64> {
-        let of_kind = self.of_kind.get(&Self::kind(p))?;
-        let all_overran = of_kind.len() >= Self::FEW && *of_kind.first()? > 0;
-        all_overran.then(|| of_kind[of_kind.len() / 2])
-    }
-}
-
-/// The least part of the objective that the simulated step of a pipeline of a kind was. The objective adds
-/// up what overlaps, of pipelines of a kind much the same.
-#[derive(Default)]
-struct Shares {
-    /// By whether stages share meshes: how many, and the least part.
-    of_kind: BTreeMap<bool, (usize, f64)>,
-}
-
-impl Shares {
-    /// Of so few nothing follows.
-    const FEW: usize = 3;
-    /// Of others it may be so much less, relatively.
-    const LESS: f64 = 0.02;
-
-    fn add(&mut self, p: &Pipeline, step_s: f64) {
-        let part = step_s / p.choice.cost.total_s.max(f64::MIN_POSITIVE);
-        let of_kind = self.of_kind.entry(p.schedule.virtual_stages() > 1);
-        let (n, least) = of_kind.or_insert((0, f64::INFINITY));
-        (*n, *least) = (*n + 1, part.min(*least));
-    }
-
-    /// Seconds that a step of a pipeline hardly takes less than; 0 where nothing is known.
-    fn least_s(&self, p: &Pipeline) -> f64 {
-        let of_kind = self.of_kind.get(&(p.schedule.virtual_stages() > 1));
-        let known = of_kind.filter(|(n, _)| *n >= Self::FEW);
-        known.map_or(0.0, |(_, least)| {
-            (1.0 - Self::LESS) * least * p.choice.cost.total_s
-        })
-    }
-}
-
 /// The pipelines that were simulated.
 struct Simulated {
     best: Frontier<Taken>,
@@ -194,8 +134,8 @@ struct Simulated {
     ranked: Vec<Ranked>,
     /// The fewest bytes by which one of the others exceeds the budget.
     overrun: u64,
-    /// The fastest before layers were made alike: its seconds, and the bytes that were left for placing
-    /// its buffers.
+    /// The fastest before layers were made alike: its seconds, the pipeline, and the bytes that
+    /// were left for placing its buffers.
     champion: Option<(f64, Pipeline, u64)>,
 }
 
@@ -227,9 +167,9 @@ fn decisions(plan: &Plan) -> Vec<LayerStrategy> {
     strategies.map(decided).collect()
 }
 
-/// The times that a pipeline's latency counts the time of a microbatch on each of its meshes, beyond
-/// the number of microbatches; 0 where that is few of them. A stage's strategies are chosen for
-/// `m t + s` of its seconds a microbatch and once per step, but of p equal stages each t counts
+/// The times that a pipeline's latency counts the time of a microbatch on each of its meshes,
+/// beyond the number of microbatches; 0 where that is few of them. A stage's strategies are chosen
+/// for `m t + s` of its seconds a microbatch and once per step, but of p equal stages each t counts
 /// `m + p - 1` times: with few microbatches those that take less time for each are worth more.
 fn filling(p: &Pipeline) -> u32 {
     let per_mesh = p.schedule.virtual_stages().max(1) as usize;
@@ -258,8 +198,9 @@ fn unproved(taken: &Taken) -> Vec<StageProof> {
 }
 
 /// The decisions that a plan is told from another by.
-fn decided(plan: &Plan) -> (&[LayerStrategy], &[StagePlan]) {
-    (&plan.layer_strategies, &plan.stages)
+fn decided(plan: &Plan) -> (u64, ScheduleKind, &[LayerStrategy], &[StagePlan]) {
+    let (strategies, stages) = (&plan.layer_strategies, &plan.stages);
+    (plan.microbatch, plan.schedule, strategies, stages)
 }
 
 impl Search<'_> {
@@ -320,8 +261,9 @@ impl Search<'_> {
         };
         let others: Vec<&Ranked> = others.collect();
         let fastest_s = simulated.best.fastest_s();
-        let gains = |r: &&Ranked| r.step_s <= self.far(&r.pipeline) * fastest_s;
-        for r in others.into_iter().filter(gains).take(n_others) {
+        let may_gain =
+            |r: &&Ranked| !self.holds_back() || r.step_s <= self.far(&r.pipeline) * fastest_s;
+        for r in others.into_iter().filter(may_gain).take(n_others) {
             let fastest = self.deepen(forward, r, &levels, known, stats, &mut simulated)?;
             if levels.len() > 1 && !self.is_small() {
                 levels = fastest.into_iter().collect();
@@ -355,8 +297,8 @@ impl Search<'_> {
         }
         Ok(match best.simplest() {
             Some((taken, simpler)) => {
-                // Whoever ends the search does without the bounds of stages, whose making takes as long
-                // as a good part of it.
+                // Whoever ends the search does without the bounds of stages, whose making takes as
+                // long as a good part of it.
                 let proofs = match self.ends() {
                     true => unproved(&taken),
                     false => self.stage_proofs(forward, &taken)?,
@@ -383,8 +325,9 @@ impl Search<'_> {
         })
     }
 
-    /// Lowers and simulates a pipeline that fits at ZeRO levels, as if they were pinned, and with
-    /// layers made alike; the level of the fastest of these ways, where one is faster than it is.
+    /// Lowers and simulates a pipeline that fits at ZeRO levels, as if they were pinned, and what
+    /// is near with its layers made alike. Returns the level at which it is fastest, where that is
+    /// faster than the pipeline as it was.
     fn deepen(
         &self,
         forward: &Graph,
@@ -448,23 +391,21 @@ impl Search<'_> {
     ) -> Result<(), PlanError> {
         let asked = known.reserve;
         let mut pipelines = pipelines;
-        // What is assumed to hide is cheaper by the objective than it is; it stays last.
+        // The cheapest first. What is assumed to hide is cheaper by the objective than it is, so it
+        // comes last where both are simulated together.
         pipelines.sort_by(|a, b| {
             let hides = a.assumed.hides().cmp(&b.assumed.hides());
             hides.then(a.choice.cost.total_s.total_cmp(&b.choice.cost.total_s))
         });
-        // With the bytes that each of them leaves for placing its buffers, and how often it was made.
+        // With the bytes that each of them leaves for placing its buffers, and how often it was
+        // made.
         let mut waiting: VecDeque<(Pipeline, u64, usize)> =
             pipelines.into_iter().map(|p| (p, asked, 1)).collect();
         let mut shortfalls = Shortfalls::default();
         let mut shares = Shares::default();
-        if self.cluster.pool.is_none() {
-            let known = simulated
-                .ranked
-                .iter()
-                .filter(|r| !r.pipeline.assumed.hides());
-            known.for_each(|r| shares.add(&r.pipeline, r.step_s));
-        }
+        let ordinary = simulated.ranked.iter();
+        let ordinary = ordinary.filter(|r| !r.pipeline.assumed.hides());
+        ordinary.for_each(|r| shares.add(&r.pipeline, r.step_s));
         loop {
             // Objectives against objectives: what hides has one of its own.
             let fitting = simulated.ranked.iter().map(|r| &r.pipeline);
@@ -472,12 +413,13 @@ impl Search<'_> {
             let least = fitting.map(|p| p.choice.cost.total_s);
             let limit = self.held_back_s(least.fold(f64::INFINITY, f64::min));
             let fastest_s = simulated.best.fastest_s();
-            waiting.retain(|(p, ..)| match p.assumed.hides() {
-                true => p.choice.cost.total_s <= HIDES_MORE * fastest_s,
-                false => {
-                    let may_be_near = shares.least_s(p) <= self.far(p) * fastest_s;
-                    p.choice.cost.total_s <= limit && may_be_near
-                }
+            let is_far = |p: &Pipeline| match p.assumed.hides() {
+                true => p.choice.cost.total_s > HIDES_MORE * fastest_s,
+                false => shares.least_s(p) > self.far(p) * fastest_s,
+            };
+            waiting.retain(|(p, ..)| {
+                let hides = p.assumed.hides();
+                (hides || p.choice.cost.total_s <= limit) && !(self.holds_back() && is_far(p))
             });
             if waiting.is_empty() || (!simulated.ranked.is_empty() && self.ends()) {
                 break;
@@ -493,8 +435,8 @@ impl Search<'_> {
             });
             let some: Vec<(Pipeline, u64, usize)> = some.collect();
             let outcomes = some.par_iter().enumerate().map(|(i, (p, reserve, times))| {
-                // Once the search is to end the first that fits will do; where it does not, the next
-                // has its turn.
+                // Once the search is to end the first that fits will do; where it does not, the
+                // next has its turn.
                 if i > 0 && self.ends() {
                     return Ok(None);
                 }
@@ -530,11 +472,15 @@ impl Search<'_> {
                         waiting.extend(less.map(|(p, reserve)| (p, reserve, times + 1)));
                     }
                     Outcome::Fits(played) => {
-                        // Where little moves, assuming that it hides changes nothing.
+                        // Where little moves, assuming that it hides changes nothing. What was
+                        // chosen without that has a proof, so it is the one that stays.
                         let is_known = |r: &Ranked| decided(&r.plan) == decided(&played.plan);
                         if p.assumed.hides() && simulated.ranked.iter().any(is_known) {
                             continue;
                         }
+                        simulated.ranked.retain(|r| !is_known(r));
+                        let is_taken = |t: &Taken| decided(&t.played.plan) == decided(&played.plan);
+                        simulated.best.drop_any(is_taken);
                         simulated.see(played.simulation.step_time.0, &p, reserve);
                         simulated.ranked.push(Ranked {
                             step_s: played.simulation.step_time.0,
@@ -555,7 +501,7 @@ impl Search<'_> {
                         // It was chosen for less than its strategies cost.
                         if p.assumed.hides() {
                             p.choice.cost = self.cost(&p, &played.times);
-                        } else if self.cluster.pool.is_none() {
+                        } else {
                             shares.add(&p, played.simulation.step_time.0);
                         }
                         let best = &mut simulated.best;
@@ -572,8 +518,14 @@ impl Search<'_> {
         Ok(())
     }
 
-    /// A pipeline that takes so many times as long as the fastest gains too little by ZeRO levels or by
-    /// likeness to be as fast.
+    /// Whether what is far from the fastest is held back by rules of thumb: nothing is where all of
+    /// the space can be looked at, nor where devices share processors.
+    fn holds_back(&self) -> bool {
+        !self.mixes_submeshes() && self.cluster.pool.is_none()
+    }
+
+    /// A pipeline that takes so many times as long as the fastest gains too little by ZeRO levels
+    /// or by likeness to be as fast.
     fn far(&self, p: &Pipeline) -> f64 {
         match p.choice.stages.len() {
             1 => GAIN_OF_ONE_STAGE.max(self.near()),
@@ -622,8 +574,8 @@ impl Search<'_> {
     }
 
     /// A pipeline that overran the memory by so many bytes, or has so many too few for what is to
-    /// hide, made again with more reserved, until other strategies are chosen: what it was chosen for
-    /// may have left more free than that.
+    /// hide, made again with more reserved, until other strategies are chosen: what it was chosen
+    /// for may have left more free than that.
     fn smaller(&self, p: &Pipeline, reserve: u64, over: u64) -> Option<(Pipeline, u64)> {
         let entries =
             |p: &Pipeline| -> Vec<u64> { p.choice.stages.iter().map(|s| s.tag).collect() };
@@ -804,7 +756,11 @@ impl Search<'_> {
             what += ", chosen for what fills the pipeline too";
         }
         what += p.likeness.words();
-        stats.alternatives.push((what, step_time));
+        // Ways that are the same in another pipeline are one.
+        let alternative = (what, step_time);
+        if !stats.alternatives.contains(&alternative) {
+            stats.alternatives.push(alternative);
+        }
         let ranks = new.plan.stages.iter().map(|s| s.mesh.n_devices());
         let work_s = self.work_s(p, &new.times, &ranks.collect::<Vec<_>>());
         new.plan.proof = Proof {

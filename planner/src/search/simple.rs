@@ -119,6 +119,11 @@ impl<T> Frontier<T> {
         }
     }
 
+    /// Drops plans.
+    pub(super) fn drop_any(&mut self, is_dropped: impl Fn(&T) -> bool) {
+        self.plans.retain(|(_, _, plan)| !is_dropped(plan));
+    }
+
     /// Whether a plan whose step takes so long may be taken, as far as is known.
     pub(super) fn is_near(&self, step_s: f64) -> bool {
         step_s <= (1.0 + self.tolerance) * self.fastest_s()
