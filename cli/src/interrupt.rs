@@ -1,17 +1,46 @@
 //! Ctrl-C: the first one asks to end with what there is, the second ends at once, and takes what
-//! is not finished with it. One that comes right behind another is the same one: who ends a run may ask
-//! all of its processes, and these each other.
+//! is not finished with it. One that comes right behind another is the same one: who ends a run may
+//! ask all of its processes, and these each other.
 
 use crate::failure::{Exit, Failure};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 /// How far apart two interrupts are at least.
 pub const SAME: Duration = Duration::from_millis(500);
+
+/// Longest that an end waits until its reason is said: who is to hear it may not listen, as where a
+/// terminal's output is held.
+const TO_SAY: Duration = Duration::from_secs(1);
+
+/// Says words that the process is about to end with.
+pub fn say_last(words: String) {
+    let _ = say_meanwhile(words).recv_timeout(TO_SAY);
+}
+
+/// Says something while this thread goes on, which is told when it has been said.
+fn say_meanwhile(words: String) -> Receiver<()> {
+    let (tell, told) = channel();
+    // What cannot be said as there are no more threads stays unsaid.
+    let _ = std::thread::Builder::new().spawn(move || {
+        crate::say(format_args!("{words}"));
+        let _ = tell.send(());
+    });
+    told
+}
+
+/// What is said of the first interrupt of what ends with what there is.
+fn say_ends(doing: &str) {
+    // The next interrupt is to be heard whoever listens to this.
+    say_meanwhile(format!(
+        "interrupted: {doing}; interrupt again to end at once"
+    ));
+}
 
 /// Has a file that reaches its limit of length be an error of its write, as a full disk is; by itself
 /// that kills the process.
@@ -41,9 +70,7 @@ pub fn flag(doing: &'static str) -> Result<Arc<AtomicBool>, Failure> {
             runtime::files::remove_unfinished();
             std::process::exit(Exit::Interrupted as i32);
         }
-        crate::say(format_args!(
-            "interrupted: {doing}; interrupt again to end at once"
-        ));
+        say_ends(doing);
     };
     ctrlc::set_handler(handler).map_err(no_handler)?;
     Ok(flag)
@@ -51,11 +78,42 @@ pub fn flag(doing: &'static str) -> Result<Arc<AtomicBool>, Failure> {
 
 /// The signals that are interrupts of a run.
 pub const INTERRUPTS: [i32; 4] = [SIGINT, SIGTERM, SIGHUP, SIGUSR1];
+
+/// Those of them that this process heeds.
+pub fn heeded() -> impl Iterator<Item = i32> {
+    let ignores_hangups = ignores_hangups();
+    let is_heeded = move |signal: &i32| *signal != SIGHUP || !ignores_hangups;
+    INTERRUPTS.into_iter().filter(is_heeded)
+}
+
 /// How often a run that waits for an interrupt looks for it.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// The interrupts of a run. What the first one does depends on how far the run has come. SIGUSR1, by
-/// which Slurm and others say that the time is nearly over, is an interrupt that is never the second.
+/// Whether this process was started with hangups ignored, as by `nohup`: then they are no
+/// interrupts.
+fn ignores_hangups() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|l| l.strip_prefix("SigIgn:"));
+    let mask = line.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    // Signal 1 is bit 0.
+    mask.is_some_and(|mask| mask >> (SIGHUP - 1) & 1 == 1)
+}
+
+/// What is said of an interrupt of a run that is about to go on after a loss.
+pub const BEFORE_IT_WENT_ON: &str = "interrupted before it went on; what was written stays";
+
+/// What is said of an interrupt before the run has begun.
+#[derive(Clone, Copy, Debug)]
+pub struct Early {
+    /// The words.
+    pub words: &'static str,
+    /// Whether another process has said so already where a warning comes.
+    pub is_kept: bool,
+}
+
+/// The interrupts of a run. What the first one does depends on how far the run has come. SIGUSR1,
+/// by which Slurm and others say that the time is nearly over, is an interrupt that is never the
+/// second.
 #[derive(Clone)]
 pub struct Interrupts(Arc<Heeded>);
 
@@ -69,8 +127,8 @@ struct Heeded {
 /// How far a run has come, as far as interrupts go.
 #[derive(Clone, Copy, Debug)]
 enum Phase {
-    /// There is nothing to keep: it ends at once, and says so where this process is to.
-    Begins { says: bool },
+    /// There is nothing to keep: it ends at once, and says this where this process is to.
+    Begins(Option<Early>),
     /// Somebody looks for the interrupt, and says what becomes of the run.
     IsLooked,
     /// The run ends with what there is, doing this.
@@ -80,12 +138,12 @@ enum Phase {
 }
 
 impl Interrupts {
-    /// Waits for interrupts from now on. Until the run has come further, one ends it at once; a process
-    /// that `says` so is the one that speaks for the run.
-    pub fn watch(says: bool) -> Result<Self, Failure> {
-        let mut signals = Signals::new(INTERRUPTS).map_err(no_handler)?;
+    /// Waits for interrupts from now on. Until the run has come further, one ends it at once; a
+    /// process that `says` so is one that speaks for the run.
+    pub fn watch(says: Option<Early>) -> Result<Self, Failure> {
+        let mut signals = Signals::new(heeded()).map_err(no_handler)?;
         let interrupts = Interrupts(Arc::new(Heeded {
-            phase: Mutex::new(Phase::Begins { says }),
+            phase: Mutex::new(Phase::Begins(says)),
             is_asked: Arc::default(),
             made: Mutex::default(),
         }));
@@ -109,11 +167,9 @@ impl Interrupts {
         };
         let phase = *lock(&self.0.phase);
         match (phase, since) {
-            (Phase::Begins { says }, _) => {
-                if says {
-                    crate::say(format_args!(
-                        "interrupted before the run had begun; nothing was written"
-                    ));
+            (Phase::Begins(says), _) => {
+                if let Some(early) = says.filter(|early| !(early.is_kept && is_warning)) {
+                    say_last(early.words.into());
                 }
                 self.end_at_once()
             }
@@ -123,9 +179,7 @@ impl Interrupts {
                 if let Phase::Ends(doing) = phase
                     && !is_warning
                 {
-                    crate::say(format_args!(
-                        "interrupted: {doing}; interrupt again to end at once"
-                    ));
+                    say_ends(doing);
                 }
             }
             (_, Some(_)) | (Phase::IsOthers, None) => {}
@@ -139,24 +193,24 @@ impl Interrupts {
     }
 
     /// Has somebody look for the interrupt, with [`Self::is_asked`].
-    pub fn is_looked(&self) {
+    pub fn begin_to_look(&self) {
         *lock(&self.0.phase) = Phase::IsLooked;
     }
     /// Has the first interrupt set the flag that is returned, and say what the run is `doing` then.
-    pub fn ends(&self, doing: &'static str) -> Arc<AtomicBool> {
+    pub fn end_with(&self, doing: &'static str) -> Arc<AtomicBool> {
         *lock(&self.0.phase) = Phase::Ends(doing);
         Arc::clone(&self.0.is_asked)
     }
     /// Leaves the first interrupt to another process. The second one ends this one.
-    pub fn is_others(&self) {
+    pub fn leave_to_others(&self) {
         *lock(&self.0.phase) = Phase::IsOthers;
     }
     /// Whether somebody has asked the run to end.
     pub fn is_asked(&self) -> bool {
         self.0.is_asked.load(Ordering::Relaxed)
     }
-    /// The same of a moment in which another process of the run has ended: who asks may ask all of them,
-    /// and this one may hear of it last.
+    /// The same of a moment in which another process of the run has ended: who asks may ask all of
+    /// them, and this one may hear of it last.
     pub fn is_asked_soon(&self) -> bool {
         let until = Instant::now() + SAME;
         while !self.is_asked() && Instant::now() < until {
@@ -164,12 +218,13 @@ impl Interrupts {
         }
         self.is_asked()
     }
-    /// Notes a folder that is about to be made where it is not there yet: it goes with the run if
-    /// nothing comes into it.
+    /// Notes a folder that is about to be made where it is not there yet, and those above it that
+    /// are not: they go with the run if nothing comes into them.
     pub fn makes(&self, folder: &Path) {
-        if !folder.exists() {
-            lock(&self.0.made).push(folder.to_path_buf());
-        }
+        let is_missing = |f: &&Path| !f.as_os_str().is_empty() && !f.exists();
+        let missing: Vec<_> = folder.ancestors().take_while(is_missing).collect();
+        let outer_first = missing.into_iter().rev().map(Path::to_path_buf);
+        lock(&self.0.made).extend(outer_first);
     }
     /// Has the folders that the run has made and left empty go when the result does.
     pub fn clear_at_end(&self) -> Clearing {

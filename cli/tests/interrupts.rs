@@ -10,24 +10,38 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use support::{Begin, Place, Running, Two, processes_of, said};
 
-/// A run of very many steps of `plan.json`, once it waits for interrupts.
+/// Where a run has the records of its ranks.
+const RECORDS: &str = "seen";
+
+/// A run of very many steps of `plan.json`, once it makes them, or validates before.
 fn start(place: &Place, more: &[&str]) -> Running {
     let child = Command::new(env!("CARGO_BIN_EXE_meshwright"))
         .args(["run", "plan.json", "--data", "text.txt"])
         .args(["--steps", "100000000", "-o", "run.json"])
+        .args(["--record", RECORDS])
         .args(more)
         .current_dir(place.path("."))
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .begin()
         .unwrap();
-    wait_until_it_waits(&child);
-    // A step takes milliseconds.
-    std::thread::sleep(Duration::from_secs(2));
+    let begun = Instant::now();
+    // Scripts that a rank has begun by its record.
+    let plays = || {
+        let bytes = std::fs::read(place.path(&format!("{RECORDS}/rank-0.record"))).ok()?;
+        // Of this run, and not of one before it.
+        let pid = u32::from_le_bytes(*bytes.get(12..)?.first_chunk()?);
+        let plays = u64::from_le_bytes(*bytes.get(64..)?.first_chunk()?);
+        (pid == child.id()).then_some(plays)
+    };
+    while plays().is_none_or(|n| n < 4) {
+        assert!(begun.elapsed() < Duration::from_secs(60), "no step is made");
+        std::thread::sleep(Duration::from_millis(10));
+    }
     child
 }
 
-/// Returns once a command waits for interrupts.
+/// Returns once a search waits for interrupts.
 fn wait_until_it_waits(child: &Running) {
     let status = format!("/proc/{}/status", child.id());
     let begun = Instant::now();
@@ -128,8 +142,8 @@ fn a_signal_to_all_processes_of_a_run_is_one_interrupt() {
     }
 }
 
-/// A process that does not heed SIGTERM, as it is stopped, is let go on for the last step: the run ends in
-/// order, long before `--time-out`, and writes what there is.
+/// A process that does not heed SIGTERM, as it is stopped, is let go on for the last step: the run
+/// ends in order, long before `--time-out`, and writes what there is.
 #[test]
 fn a_stopped_process_is_let_go_on_to_the_end() {
     let place = Place::with_plan();
@@ -149,8 +163,17 @@ fn a_stopped_process_is_let_go_on_to_the_end() {
     place.run(&["checkpoint", "verify", "state"]).expect(0);
 }
 
-/// A process that hangs all the same: after `--time-out` it is given up and killed. The run was asked to
-/// end, and its exit code says so; the words say whom it lost. The checkpoints that were there stay whole.
+/// When a process was started, by the system's clock; nothing where there is none of this number.
+fn started(pid: u32) -> Option<String> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // Behind the name, which may have any characters, stand 19 fields before this one.
+    let (_, rest) = stat.rsplit_once(") ")?;
+    rest.split(' ').nth(19).map(String::from)
+}
+
+/// A process that hangs all the same: after `--time-out` it is given up and killed. The run was
+/// asked to end, and its exit code says so; the words say whom it lost. The checkpoints that were
+/// there stay whole.
 #[test]
 fn a_process_that_hangs_does_not_keep_a_run_from_its_end() {
     let place = Place::with_plan();
@@ -166,12 +189,15 @@ fn a_process_that_hangs_does_not_keep_a_run_from_its_end() {
         std::thread::sleep(Duration::from_millis(10));
     }
     let (second, is_over) = (run.second, Arc::new(AtomicBool::new(false)));
+    let started = started(second);
+    assert!(started.is_some(), "the second process has ended");
     // Whoever lets it go on, it stops again at once.
     let hangs = std::thread::spawn({
         let is_over = Arc::clone(&is_over);
         let pid = rustix::process::Pid::from_raw(second.cast_signed()).unwrap();
         move || {
-            while !is_over.load(Ordering::Relaxed) {
+            // Its number may be another process' once it has ended.
+            while !is_over.load(Ordering::Relaxed) && self::started(second) == started {
                 // It may have been killed by now.
                 let _ = rustix::process::kill_process(pid, rustix::process::Signal::STOP);
                 std::thread::sleep(Duration::from_micros(200));
@@ -253,8 +279,59 @@ fn a_second_interrupt_ends_a_run_at_once() {
         }
         // Nothing is left of what was there for a while: `state` is the folder asked for.
         let mut after = place.names();
-        after.retain(|name| name != "state");
+        after.retain(|name| name != "state" && name != RECORDS);
         assert_eq!(after, before);
+    }
+}
+
+/// What `nohup` starts outlives the terminal; all else ends with it, in order.
+#[test]
+fn a_hangup_is_an_interrupt_unless_it_is_ignored() {
+    let place = Place::with_plan();
+    let child = start(&place, &["--checkpoint", "state"]);
+    let id = child.id().to_string();
+    let sent = Command::new("kill").args(["-HUP", &id]).status();
+    assert!(sent.unwrap().success());
+    let output = child.wait_with_output().unwrap();
+    let words = said(&output);
+    assert_eq!(output.status.code(), Some(130), "{words}");
+    assert!(words.contains("interrupted after "), "{words}");
+    for more in [&[][..], &["--processes=2"], &["--processes=2", "--elastic"]] {
+        let args = ["run", "plan.json", "--data", "text.txt", "--steps", "3000"];
+        let out = [
+            "-o",
+            "kept.json",
+            "--checkpoint",
+            "kept",
+            "--checkpoint-every",
+            "5000",
+        ];
+        let _ = std::fs::remove_dir_all(place.path("kept"));
+        let _ = std::fs::remove_file(place.path("kept.csv"));
+        let _ = std::fs::remove_file(place.path("kept.json"));
+        let child = Command::new("sh")
+            .args(["-c", "trap '' HUP; exec \"$0\" \"$@\""])
+            .arg(env!("CARGO_BIN_EXE_meshwright"))
+            .args([&args[..], &out, &["--metrics", "kept.csv"], more].concat())
+            .current_dir(place.path("."))
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .begin()
+            .unwrap();
+        let begun = Instant::now();
+        let rows =
+            || std::fs::read_to_string(place.path("kept.csv")).map_or(0, |t| t.lines().count());
+        while rows() < 3 {
+            assert!(begun.elapsed() < Duration::from_secs(60), "no step is done");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        for id in processes_of(&place, "kept.json") {
+            let _ = Command::new("kill")
+                .args(["-HUP", &id.to_string()])
+                .status();
+        }
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{}", said(&output));
     }
 }
 

@@ -218,7 +218,8 @@ fn posted(place: &Place) -> Vec<String> {
     folder.map_or_else(Vec::new, |folder| place.names_in(folder))
 }
 
-/// A process 0 that is killed before all have met leaves its secret, which goes when the next run begins.
+/// A process 0 that is killed before all have met leaves its secret, which goes when the next run
+/// begins.
 #[test]
 fn the_secret_of_a_killed_run_goes_with_the_next_one() {
     let place = Place::with_plan();
@@ -1113,8 +1114,8 @@ fn a_run_that_ends_well_leaves_no_records() {
     wait_for_none(&place, "run.json");
 }
 
-/// Records that were asked for and cannot be begun end the run before its first step, by the name of the
-/// file; without those that nobody asked for it goes on.
+/// Records that were asked for and cannot be begun end the run before its first step, by the name
+/// of the file; without those that nobody asked for it goes on.
 #[test]
 fn records_that_were_asked_for_are_written_or_said() {
     let place = Place::with_plan();
@@ -1287,8 +1288,8 @@ fn a_process_at_half_its_speed_is_named_until_it_has_all_again() {
         run.said
     );
     println!("{all}");
-    // Whatever else the machine does: the run has gone on all the while to the same bits, and nobody is as
-    // fast again who was not said to be slow.
+    // Whatever else the machine does: the run has gone on all the while to the same bits, and
+    // nobody is as fast again who was not said to be slow.
     let losses = |name: &str| -> Vec<String> {
         let text = String::from_utf8(place.read(name)).unwrap();
         let loss = |row: &str| row.split(',').take(3).collect::<Vec<_>>().join(",");

@@ -42,8 +42,8 @@ pub struct Recording {
     pub folder: PathBuf,
     /// The fingerprint of the plan.
     pub plan: String,
-    /// Whether somebody has asked for them: then a rank that cannot begin its record fails, and else it
-    /// goes on without.
+    /// Whether somebody has asked for them: then a rank that cannot begin its record fails, and
+    /// else it goes on without.
     pub is_asked_for: bool,
 }
 

@@ -225,7 +225,7 @@ fn steps(
     // The host does not see where a GPU waits.
     let is_cpu = options.session.backend == Backend::Cpu;
     let mut stragglers = is_cpu.then(|| Stragglers::new(session.roles()));
-    let validate = |session: &mut Session,
+    let validate = |(session, background): (&mut Session, &mut Background),
                     recorder: &mut Recorder,
                     on_progress: &mut dyn FnMut(Progress)|
      -> Result<(), RuntimeError> {
@@ -241,8 +241,7 @@ fn steps(
                     loss_scale: None,
                     first: session.first_spoiled().unwrap_or(None),
                 };
-                session.fail(&e.to_string());
-                return Err(e);
+                return Err(end_for(e, (session, background), on_progress));
             }
             sum += loss;
         }
@@ -253,7 +252,7 @@ fn steps(
     };
     let stopped = || options.stop.is_some_and(|s| s.load(Ordering::Relaxed));
     if options.validate_every.is_some() && !stopped() {
-        validate(session, recorder, on_progress)?;
+        validate((session, background), recorder, on_progress)?;
     }
     for i in 0..options.steps {
         if stopped() {
@@ -270,22 +269,13 @@ fn steps(
             if let RuntimeError::Diverged { first, .. } = &mut e {
                 *first = session.first_spoiled().unwrap_or(None);
             }
-            let _alone = during(Doing::Alone);
-            // What was good before is kept.
-            let ended = background.wait(session);
-            let _ = settle(ended, session, on_progress);
-            session.fail(&e.to_string());
-            return Err(e);
+            return Err(end_for(e, (session, background), on_progress));
         }
         let is_due = |n: u64| n > 0 && session.step_number().is_multiple_of(n);
         if options.check_replicas.is_some_and(is_due)
             && let Err(e) = session.check_replicas()
         {
-            let _alone = during(Doing::Alone);
-            let ended = background.wait(session);
-            let _ = settle(ended, session, on_progress);
-            session.fail(&e.to_string());
-            return Err(e);
+            return Err(end_for(e, (session, background), on_progress));
         }
         let measured = recorder.step(options.program, step, lr, &result);
         on_progress(Progress::Step {
@@ -301,7 +291,7 @@ fn steps(
             .validate_every
             .is_some_and(|n| n > 0 && (i + 1) % n == 0 || i + 1 == options.steps);
         if due && !stopped() {
-            validate(session, recorder, on_progress)?;
+            validate((session, background), recorder, on_progress)?;
         }
         let is_last = i + 1 == options.steps || stopped();
         let _alone = during(Doing::Alone);
@@ -317,6 +307,23 @@ fn steps(
         }
     }
     Ok(())
+}
+
+/// Ends the ranks for what was found in their results, which they are told. A checkpoint that is on
+/// its way is of an earlier step, which was good, and is waited for before: after that they write
+/// nothing more.
+fn end_for(
+    why: RuntimeError,
+    (session, background): (&mut Session, &mut Background),
+    on_progress: &mut dyn FnMut(Progress),
+) -> RuntimeError {
+    let pulse = session.pulse();
+    let _alone = pulse.as_ref().map(|pulse| pulse.during(Doing::Alone));
+    let ended = background.wait(session);
+    // Where the ranks cannot go on either, what was found first is why.
+    let _ = settle(ended, session, on_progress);
+    session.fail(&why.to_string());
+    why
 }
 
 /// Writes a checkpoint where one is due, or begins to.

@@ -1,5 +1,5 @@
-//! `run`: training or inference by a plan on ranks that are CPU threads or have GPUs, in this process
-//! or in several.
+//! `run`: training or inference by a plan on ranks that are CPU threads or have GPUs, in this
+//! process or in several.
 
 mod among;
 mod children;
@@ -19,7 +19,7 @@ mod watch;
 
 use crate::args::{BackendArg, CheckpointMode, DecayArg, MatmulsArg, RunArgs};
 use crate::failure::{CHECKPOINTS_ARE, Exit, Failure};
-use crate::interrupt::Interrupts;
+use crate::interrupt::{BEFORE_IT_WENT_ON, Early, Interrupts};
 use crate::plan_file::{self, Loaded};
 use crate::{cluster, document, files, interrupt, model, outputs, report};
 use among::{Company, Setting};
@@ -62,9 +62,17 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     check_backend(args)?;
     let setting = among::setting(args)?;
     let args = &records::by_default(args.clone(), &setting);
+    let early = Some(Early {
+        words: match args.continued.is_some() || args.after_loss {
+            true => BEFORE_IT_WENT_ON,
+            false => "interrupted before the run had begun; nothing was written",
+        },
+        is_kept: args.kept.is_some(),
+    });
     if setting.index() > 0 {
         // Those that process 0 has started leave it to that to speak.
-        let interrupts = Interrupts::watch(!matches!(setting, Setting::Started(_)))?;
+        let interrupts =
+            Interrupts::watch(early.filter(|_| !matches!(setting, Setting::Started(_))))?;
         return match told::told(args, &setting)? {
             Some(args) => serve(
                 &args,
@@ -75,7 +83,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         };
     }
     keeper::keep(args, &setting)?;
-    let interrupts = Interrupts::watch(true)?;
+    let interrupts = Interrupts::watch(early)?;
     let _clearing = interrupts.clear_at_end();
     let mut held = lock::held(args, &setting, false)?;
     told::forget(args, &setting);
@@ -83,8 +91,8 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     check_task(args, loaded.plan.train.task)?;
     elastic::check(args, &loaded)?;
     if let Standing::Done = journal::go_on(args, &setting, &loaded)? {
-        // The process that did what was left may have been killed before it took them away, and others
-        // may have left their states as they lost it.
+        // The process that did what was left may have been killed before it took them away, and
+        // others may have left their states as they lost it.
         records::forget(args);
         elastic::forget(args);
         args.checkpoint
@@ -140,6 +148,10 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     };
     let unasked = Unasked::begin(&mut args, &interrupts);
     let args = &args;
+    if let Setting::Launched(_) = setting {
+        // What the others are told goes when this function ends, however it does.
+        interrupts.begin_to_look();
+    }
     let told = told::tell(args, &setting)?;
     let mut company = among::gather((&setting, &interrupts), args, (&loaded, &chosen))?;
     drop(told);
@@ -204,7 +216,10 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     // All steps were made before: what is left is what the run was to write at its end.
     let is_end = args.continued.is_some() && args.steps == 0;
     if measurement.steps.is_empty() && !is_end {
-        let what = "interrupted before the first step was done; nothing was written";
+        let what = match args.continued {
+            Some(_) => BEFORE_IT_WENT_ON,
+            None => "interrupted before the first step was done; nothing was written",
+        };
         if let Some(unasked) = unasked.filter(|_| !args.elastic) {
             unasked.end();
         }
@@ -331,7 +346,7 @@ fn serve(
         return Err(Failure::new(Exit::Internal, what));
     };
     // Process 0 ends the run, and with it this process.
-    interrupts.is_others();
+    interrupts.leave_to_others();
     let spec = &loaded.plan.train;
     let options = SessionOptions {
         watchdog: Duration::from_secs(args.time_out),
@@ -933,7 +948,7 @@ fn train_all(
     (so_far, interrupts): (&mut SoFar, &Interrupts),
 ) -> Result<Result<Trained, RuntimeError>, Failure> {
     let plan = &loaded.plan;
-    let stop = interrupts.ends("ending after this step and writing what there is");
+    let stop = interrupts.end_with("ending after this step and writing what there is");
     so_far.is_asked_to_end = Arc::clone(&stop);
     let folder = args.checkpoint.as_deref();
     let periodic = folder

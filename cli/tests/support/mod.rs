@@ -233,8 +233,8 @@ pub fn built(place: &Place, source: &str, name: &str, flags: &[&str]) -> PathBuf
     made
 }
 
-/// A command that goes on meanwhile, in a group of processes of its own: where its test fails, or does not
-/// wait for it, all of the group are killed.
+/// A command that goes on meanwhile, in a group of processes of its own: where its test fails, or
+/// does not wait for it, all of the group are killed.
 pub struct Running(Option<Child>, u32);
 
 /// Begins commands that end with their tests.
@@ -252,7 +252,8 @@ impl Begin for Command {
 }
 
 impl Running {
-    /// Waits for its end and for that of its words, which may be those of processes that it started.
+    /// Waits for its end and for that of its words, which may be those of processes that it
+    /// started.
     pub fn wait_with_output(mut self) -> std::io::Result<Output> {
         self.0.take().unwrap().wait_with_output()
     }

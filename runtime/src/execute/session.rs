@@ -34,8 +34,8 @@ use std::time::{Duration, Instant};
 const ATTENTION: Duration = Duration::from_millis(50);
 /// How long ranks of other processes have to answer when the run has failed.
 const LAST_WORDS: Duration = Duration::from_secs(3);
-/// The same where others have waited in vain for ranks of all processes that have not answered, and so
-/// given them their time already.
+/// The same where others have waited in vain for ranks of all processes that have not answered, and
+/// so given them their time already.
 const LAST_WORDS_OF_MISSED: Duration = Duration::from_secs(1);
 
 /// How a session runs.
@@ -643,9 +643,10 @@ impl Session {
         Ok(played.collect())
     }
 
-    /// The first tensor of the last step or validation that is no number. The ranks play it again for
-    /// that, and the run is over then: where the step has updated states, they are those after it, which
-    /// is said. Of several ranks it is the one that made such a value itself, soonest in its program.
+    /// The first tensor of the last step or validation that is no number. The ranks play it again
+    /// for that, and the run is over then: where the step has updated states, they are those after
+    /// it, which is said. Of several ranks it is the one that made such a value itself, soonest in
+    /// its program.
     pub(crate) fn first_spoiled(&mut self) -> Result<Option<String>, RuntimeError> {
         let Some((play, states_stay)) = self.last.take() else {
             return Ok(None);
@@ -891,14 +892,15 @@ impl Session {
         let mut lost = Vec::new();
         let mut open: Vec<usize> = (0..ranks.len()).collect();
         while !open.is_empty() {
-            // This process' own ranks cannot be left behind: one that does not come back after a failure
-            // keeps it from going on.
+            // This process' own ranks cannot be left behind: one that does not come back after a
+            // failure keeps it from going on.
             let is_over =
                 |since: Option<Instant>, limit| since.is_some_and(|s| s.elapsed() > limit);
             if !is_over(failed, LAST_WORDS) {
                 self.pulse.iter().for_each(|pulse| pulse.goes_on());
             }
-            // Of a process that stands still all ranks are missed with the one for which others waited.
+            // Of a process that stands still all ranks are missed with the one for which others
+            // waited.
             let missed = |i: &usize| {
                 let mut of_process = ranks.iter().filter(|m| m.worker == ranks[*i].worker);
                 of_process.any(|m| errors.iter().any(|e| e.misses(m.rank)))

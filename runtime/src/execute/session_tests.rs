@@ -19,6 +19,7 @@ use ir::training::{
 use ir::{Axis, DeviceMesh, LogicalMesh, OpKind, Optimizer, Precision, Rank, Task, TrainSpec};
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::mpsc::channel;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -959,8 +960,8 @@ fn a_state_that_is_no_number_on_one_rank_stops_all_at_the_same_step() {
     assert!(n_stopped > 1, "only {n_stopped} of 8 cases heard of it");
 }
 
-/// A process 0 all of whose threads stand still between two steps, when no rank waits for one of it: the
-/// others hear nothing more, and end.
+/// A process 0 all of whose threads stand still between two steps, when no rank waits for one of
+/// it: the others hear nothing more, and end.
 #[test]
 fn a_process_0_that_stands_still_is_noticed() {
     let case = of_three_ranks(0);
@@ -975,7 +976,11 @@ fn a_process_0_that_stands_still_is_noticed() {
             ..OPTIONS
         };
         let (program, spec) = (program.clone(), case.spec.clone());
-        std::thread::spawn(move || crate::processes::serve(&program, &spec, options))
+        let (tell, told) = channel();
+        std::thread::spawn(move || {
+            let _ = tell.send(crate::processes::serve(&program, &spec, options));
+        });
+        told
     });
     let members: Vec<_> = members.collect();
     assert!(!members.is_empty());
@@ -984,7 +989,8 @@ fn a_process_0_that_stands_still_is_noticed() {
         first.carrier().send(to, Letter { head, body });
     }
     for member in members {
-        let told = member.join().unwrap().unwrap_err();
+        let told = member.recv_timeout(Duration::from_secs(60));
+        let told = told.expect("nobody notices").unwrap_err();
         let is_named = matches!(
             told,
             RuntimeError::Gone {

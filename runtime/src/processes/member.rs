@@ -69,7 +69,8 @@ pub fn serve(
     })?;
     let first = shares[0].first().copied().unwrap_or(Rank(0));
     let mut loaded: Option<Arc<Checkpoint>> = None;
-    // Where process 0 ends, or stands still, what its ranks have with the others of this process.
+    // Where process 0 has ended, or stands still, what the ranks of this process have in memory
+    // stays.
     let leave_states = || {
         let Some(leaves) = &leaves else {
             return;

@@ -1,10 +1,11 @@
-//! Whether process 0 goes on. The ranks of other processes wait for what it asks of them, and while it
-//! asks for nothing no call of theirs is ever overdue. So a thread of it lets them hear from it, as long as
-//! the thread that coordinates goes on. Where that one does not, process 0 ends by itself; and where all
-//! of it stands still, as one that a signal has stopped, the others hear nothing any more.
+//! Whether process 0 goes on. The ranks of other processes wait for what it asks of them, and while
+//! it asks for nothing no call of theirs is ever overdue. So a thread of it lets them hear from it,
+//! as long as the thread that coordinates goes on. Where that one does not, process 0 ends by
+//! itself; and where all of it stands still, as one that a signal has stopped, the others hear
+//! nothing any more.
 //!
-//! Time is counted in looks, so that a machine that sleeps, or a run all of whose processes are stopped
-//! together, has not stood still meanwhile.
+//! Time is counted in looks, so that a machine that sleeps, or a run all of whose processes are
+//! stopped together, has not stood still meanwhile.
 
 use super::frame::{Head, Letter};
 use super::lines::Lines;
@@ -18,31 +19,34 @@ use std::time::Duration;
 const BEATS: u32 = 4;
 const SHORTEST: Duration = Duration::from_millis(20);
 const LONGEST: Duration = Duration::from_secs(1);
-/// How many times as long as a step may stand still what process 0 does alone may take: as long as it gives
-/// ranks for such things.
+/// How many times the watchdog's time something may take that is no step, as writing states to a
+/// disk: by process 0 alone, or by ranks that it has asked for it.
 pub(crate) const ALONE: u32 = 12;
 
 /// The kind of work of the thread that coordinates, by which is known how long it may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Doing {
-    /// Something that may take long, as writing to a disk.
-    Alone,
+    /// Something that may take long, as writing to a disk. So it is until something else is said.
+    Alone = 0,
     /// Steps, between which there is little to do.
-    Steps,
+    Steps = 1,
     /// Telling others, who may listen when they like, as where a terminal's output is held.
-    Telling,
+    Telling = 2,
 }
 
-/// The signs of life of the thread that coordinates.
+/// The signs of life of the thread that coordinates. Whoever sees that it does something else sees
+/// as well that it has gone on: it goes on first, and is looked at the other way round.
 #[derive(Debug, Default)]
 pub(crate) struct Pulse {
     went_on: AtomicU64,
+    /// A [`Doing`].
     doing: AtomicU8,
 }
 
 impl Pulse {
-    /// Has the other processes hear from this one until the result is dropped. Ends it by the last resort
-    /// where the thread that coordinates does not go on for as long as what it does may take.
+    /// Has the other processes hear from this one until the result is dropped. Ends it by the last
+    /// resort where the thread that coordinates does not go on for as long as what it does may
+    /// take.
     pub fn start(
         to: Arc<Lines>,
         of: usize,
@@ -53,10 +57,11 @@ impl Pulse {
         let watched = Arc::downgrade(&pulse);
         let beat = (watchdog / BEATS).clamp(SHORTEST, LONGEST);
         std::thread::spawn(move || {
-            let (mut seen, mut still) = (0, Duration::ZERO);
+            let (mut seen, mut still) = ((0, 0), Duration::ZERO);
             while let Some(pulse) = watched.upgrade() {
-                let (now, limit) = (pulse.went_on.load(Ordering::Relaxed), pulse.limit(watchdog));
+                let now = pulse.look();
                 drop(pulse);
+                let limit = limit(now.0, watchdog);
                 still = match now == seen {
                     true => still + beat,
                     false => Duration::ZERO,
@@ -80,24 +85,30 @@ impl Pulse {
     }
     /// The thread that coordinates goes on.
     pub fn goes_on(&self) {
-        self.went_on.fetch_add(1, Ordering::Relaxed);
+        self.went_on.fetch_add(1, Ordering::Release);
     }
     /// It does something of this kind until the result is dropped.
     pub fn during(self: &Arc<Self>, doing: Doing) -> During {
-        let before = self.doing.swap(doing as u8, Ordering::Relaxed);
         self.goes_on();
+        let before = self.doing.swap(doing as u8, Ordering::AcqRel);
         During {
             pulse: Arc::clone(self),
             before,
         }
     }
-    fn limit(&self, watchdog: Duration) -> Option<Duration> {
-        let doing = self.doing.load(Ordering::Relaxed);
-        match doing {
-            d if d == Doing::Alone as u8 => Some(watchdog.saturating_mul(ALONE)),
-            d if d == Doing::Steps as u8 => Some(watchdog),
-            _ => None,
-        }
+    /// What it does, and how often it has gone on.
+    fn look(&self) -> (u8, u64) {
+        let doing = self.doing.load(Ordering::Acquire);
+        (doing, self.went_on.load(Ordering::Acquire))
+    }
+}
+
+/// How long the thread may stand still that does this.
+fn limit(doing: u8, watchdog: Duration) -> Option<Duration> {
+    match doing {
+        d if d == Doing::Alone as u8 => Some(watchdog.saturating_mul(ALONE)),
+        d if d == Doing::Steps as u8 => Some(watchdog),
+        _ => None,
     }
 }
 
@@ -109,8 +120,8 @@ pub(crate) struct During {
 
 impl Drop for During {
     fn drop(&mut self) {
-        self.pulse.doing.store(self.before, Ordering::Relaxed);
         self.pulse.goes_on();
+        self.pulse.doing.store(self.before, Ordering::Release);
     }
 }
 

@@ -7,7 +7,7 @@ use super::launcher::{self, Launched};
 use super::rendezvous::{self, Appointment};
 use crate::args::RunArgs;
 use crate::failure::{Exit, Failure};
-use crate::interrupt::Interrupts;
+use crate::interrupt::{BEFORE_IT_WENT_ON, Interrupts};
 use crate::plan_file::Loaded;
 use runtime::processes::{Fingerprint, Host, JoinError, Place, Processes, Token, Way, join};
 use std::io::{BufRead, Read, Seek, SeekFrom};
@@ -154,8 +154,8 @@ impl Company {
     }
 }
 
-/// Brings the processes of a run together; nothing where there is but this one. An interrupt ends that,
-/// with all that this process has started and posted.
+/// Brings the processes of a run together; nothing where there is but this one. An interrupt ends
+/// that, with all that this process has started and posted.
 pub fn gather(
     (setting, interrupts): (&Setting, &Interrupts),
     args: &RunArgs,
@@ -183,7 +183,8 @@ pub fn gather(
     }
     let fingerprint = fingerprint(args, loaded, chosen);
     let patience = Duration::from_secs(args.time_out).max(LEAST_TO_JOIN);
-    let is_asked = || interrupts.is_asked().then(|| INTERRUPTED.to_string());
+    let is_asked = || interrupts.is_asked().then(|| early(args).to_string());
+    let interrupted = || Failure::new(Exit::Interrupted, early(args));
     let alone = |processes| Company {
         processes: Arc::new(processes),
         children: None,
@@ -196,7 +197,7 @@ pub fn gather(
     match setting {
         Setting::Alone => Ok(None),
         Setting::Starts(_) => {
-            interrupts.is_looked();
+            interrupts.begin_to_look();
             let host = open(loopback())?;
             let children = Children::start(of, &Appointment::new(host.address(), host.token()))?;
             let watch = &mut || is_asked().or_else(|| children.ended());
@@ -251,7 +252,7 @@ pub fn gather(
                 let way = Way::LookedUp(find);
                 return Ok(Some(alone(join(place, &fingerprint, patience, way)?)));
             }
-            interrupts.is_looked();
+            interrupts.begin_to_look();
             let host = open(loopback())?;
             let appointment = Appointment::new(host.address(), host.token());
             let _posted = rendezvous::post(&launched.key, &appointment)?;
@@ -264,7 +265,7 @@ pub fn gather(
                 let way = Way::Known(address, token);
                 return Ok(Some(alone(join(place, &fingerprint, patience, way)?)));
             }
-            interrupts.is_looked();
+            interrupts.begin_to_look();
             let host = Host::open(bound(args, &address)?, token)?;
             with_launched(host)
         }
@@ -302,10 +303,12 @@ impl Drop for Orphan {
     }
 }
 
-const INTERRUPTED: &str = "interrupted before all processes had met; nothing was written";
-
-fn interrupted() -> Failure {
-    Failure::new(Exit::Interrupted, INTERRUPTED)
+/// What is said of an interrupt before all have met.
+fn early(args: &RunArgs) -> &'static str {
+    match args.continued {
+        Some(_) => BEFORE_IT_WENT_ON,
+        None => "interrupted before all processes had met; nothing was written",
+    }
 }
 
 fn loopback() -> SocketAddr {

@@ -15,6 +15,8 @@ use std::time::{Duration, Instant};
 const GRACE: Duration = Duration::from_secs(10);
 /// The same where the run has failed.
 const GRACE_OF_FAILURE: Duration = Duration::from_secs(2);
+/// Longest that one that is killed has to be gone.
+const TO_DIE: Duration = Duration::from_secs(2);
 const LOOK: Duration = Duration::from_millis(20);
 
 /// The processes, killed where they do not end when this one does.
@@ -93,16 +95,14 @@ impl Children {
     /// Kills one that does not answer any more: it would not end by itself.
     pub fn put_down(&self, index: usize) {
         let mut all = self.lock();
-        all.iter_mut()
-            .filter(|s| s.index == index)
-            .for_each(Started::put_down);
+        put_down(all.iter_mut().filter(|s| s.index == index));
     }
     /// Kills all that are there.
     pub fn put_all_down(&self) {
-        self.lock().iter_mut().for_each(Started::put_down);
+        put_down(self.lock().iter_mut());
     }
-    /// Tells a run how processes end, as long as there is one. When the run is asked to end, those that a
-    /// signal has stopped are let go on, as the last step needs all of them.
+    /// Tells a run how processes end, as long as there is one. When the run is asked to end, those
+    /// that a signal has stopped are let go on, as the last step needs all of them.
     pub fn report_to(&self, processes: &Arc<Processes>, interrupts: &Interrupts) {
         let (all, to): (_, Weak<Processes>) = (Arc::downgrade(&self.0), Arc::downgrade(processes));
         let (interrupts, mut may_stand) = (interrupts.clone(), true);
@@ -173,7 +173,7 @@ impl Children {
                     problems.push(format!("process {} {}", s.index, words(how).trim_end()))
                 }
                 None => {
-                    s.put_down();
+                    put_down([&mut *s]);
                     problems.push(format!("process {} did not end and was killed", s.index));
                 }
             }
@@ -189,12 +189,29 @@ impl Started {
         }
         self.ended
     }
-    fn put_down(&mut self) {
-        if self.look().is_none() {
-            self.is_put_down = true;
-            let _ = self.child.kill();
-            self.ended = self.child.wait().ok();
+}
+
+/// Kills processes that are still there, and waits for their end: not for long, as one that waits
+/// for a disk or a driver ends when that comes back, or never.
+fn put_down<'a>(all: impl IntoIterator<Item = &'a mut Started>) {
+    let mut killed: Vec<_> = all
+        .into_iter()
+        .filter_map(|s| match s.look() {
+            Some(_) => None,
+            None => {
+                s.is_put_down = true;
+                let _ = s.child.kill();
+                Some(s)
+            }
+        })
+        .collect();
+    let until = Instant::now() + TO_DIE;
+    loop {
+        killed.retain_mut(|s| s.look().is_none());
+        if killed.is_empty() || Instant::now() >= until {
+            return;
         }
+        std::thread::sleep(LOOK);
     }
 }
 

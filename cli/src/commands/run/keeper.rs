@@ -1,13 +1,13 @@
-//! The process that keeps an elastic run: process 0 is a child of it, and where that is killed, or stopped
-//! for good, another one goes on with the processes that are left.
+//! The process that keeps an elastic run: process 0 is a child of it, and where that is killed, or
+//! stopped for good, another one goes on with the processes that are left.
 
 use super::among::Setting;
 use super::journal::Journal;
 use crate::args::RunArgs;
 use crate::failure::{Exit, Failure};
-use crate::interrupt::SAME;
+use crate::interrupt::{self, SAME};
 use rustix::process::{Pid, Signal};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGTSTP, SIGUSR1};
+use signal_hook::consts::{SIGTSTP, SIGUSR1};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus};
@@ -66,8 +66,8 @@ impl Requests {
             end: Arc::default(),
             pause: Arc::default(),
         };
-        let end = [SIGINT, SIGTERM, SIGHUP, SIGUSR1].map(|s| (s, &requests.end));
-        for (signal, flag) in end.into_iter().chain([(SIGTSTP, &requests.pause)]) {
+        let end = interrupt::heeded().map(|s| (s, &requests.end));
+        for (signal, flag) in end.chain([(SIGTSTP, &requests.pause)]) {
             let registered = signal_hook::flag::register(signal, Arc::clone(flag));
             registered.map_err(|e| failed("waits for no interrupt", &e))?;
         }

@@ -1,23 +1,10 @@
-//! The end of a process of which a thread will never come back: from the GPU's driver, or, in process 0,
-//! the one that coordinates.
+//! The end of a process of which a thread will never come back: from the GPU's driver, or, in
+//! process 0, the one that coordinates.
 
 use crate::failure::Exit;
+use crate::interrupt::say_last as say;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
-use std::sync::mpsc::channel;
-use std::time::Duration;
-
-/// Longest that the end waits until its reason is said: who is to hear it may not listen.
-const TO_SAY: Duration = Duration::from_secs(1);
-
-fn say(words: String) {
-    let (tell, told) = channel();
-    std::thread::spawn(move || {
-        crate::say(format_args!("{words}"));
-        let _ = tell.send(());
-    });
-    let _ = told.recv_timeout(TO_SAY);
-}
 
 /// Says why and ends, at once, so that the keeper of an elastic run takes it for lost.
 pub fn end_kept(reason: &str) {

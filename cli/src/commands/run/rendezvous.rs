@@ -1,18 +1,26 @@
 //! How the processes of a run of one host learn where process 0 listens and the run's token: from
-//! a file that only their user can read, which process 0 writes and removes. That of a process 0 that was
-//! killed meanwhile goes when the next one writes its own.
+//! a file that only their user can read, which process 0 writes and removes. It holds a lock on it
+//! meanwhile. The file of a process 0 that was killed, whose lock the system took back, goes when
+//! the next one writes its own: by no number of a process is known whether it lives, as containers
+//! and hosts that share the folder each have their own.
 
 use crate::failure::{Exit, Failure};
 use runtime::processes::Token;
+use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
-use std::fs::{self, DirBuilder, File, Metadata};
+use std::fs::{self, DirBuilder, File, Metadata, TryLockError};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
-/// How names of appointments begin, and of those that are being written, before the writer's number.
+/// How names of appointments begin, and of those that are being written.
 const POSTED: &str = "run-";
 const UNFINISHED: &str = ".new-";
+/// Longest that one waits to have the folder to itself, which takes others no time, and how often
+/// it looks.
+const TO_BE_ALONE: Duration = Duration::from_secs(2);
+const LOOK: Duration = Duration::from_millis(5);
 
 /// Where process 0 listens, and the secret of its run.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -40,12 +48,43 @@ impl Appointment {
 }
 
 /// The file of a run, while process 0 has it there.
-pub struct Posted(PathBuf);
+pub struct Posted {
+    folder: PathBuf,
+    path: PathBuf,
+    /// The file, locked.
+    file: File,
+}
 
 impl Drop for Posted {
     fn drop(&mut self) {
-        let _ = fs::remove_file(&self.0);
+        // Where it cannot have the folder to itself, others have long let it be: its own file goes.
+        let _alone = alone(&self.folder);
+        if is_at(&self.file, &self.path) {
+            let _ = fs::remove_file(&self.path);
+        }
     }
+}
+
+/// Takes a folder for this process as long as the result is kept, so that between a look at a file
+/// and its removal nobody puts another one in its place. None where the file system has no locks of
+/// folders, or somebody does not give it back.
+fn alone(folder: &Path) -> Option<File> {
+    let file = File::open(folder).ok()?;
+    let until = Instant::now() + TO_BE_ALONE;
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Some(file),
+            Err(TryLockError::WouldBlock) if Instant::now() < until => std::thread::sleep(LOOK),
+            Err(_) => return None,
+        }
+    }
+}
+
+/// Whether it is this open file that has this path.
+fn is_at(file: &File, path: &Path) -> bool {
+    let of = |m: Metadata| (m.dev(), m.ino());
+    let own = file.metadata().map(of);
+    own.is_ok_and(|own| fs::symlink_metadata(path).map(of).is_ok_and(|at| at == own))
 }
 
 /// Writes an appointment for the run with this key.
@@ -61,50 +100,52 @@ pub fn post(key: &str, appointment: &Appointment) -> Result<Posted, Failure> {
         .create(&folder);
     made.map_err(|e| failed(format!("{}: {e}", folder.display())))?;
     check_folder(&folder).map_err(failed)?;
-    forget_dead(&folder);
+    let alone = alone(&folder);
+    if alone.is_some() {
+        forget_dead(&folder);
+    }
     let path = file(&folder, key);
     let text = serde_json::to_string(appointment)
         .map_err(|e| Failure::new(Exit::Internal, format!("an appointment: {e}")))?;
-    let written = || -> io::Result<()> {
+    let written = || -> io::Result<File> {
         // Temporary files are their owner's alone, and this one replaces another one as a whole.
-        let prefix = format!("{UNFINISHED}{}-", std::process::id());
         let mut new = tempfile::Builder::new()
-            .prefix(&prefix)
+            .prefix(UNFINISHED)
             .tempfile_in(&folder)?;
+        // Where there are no locks nobody takes it for one that was left.
+        let _ = new.as_file().try_lock();
         new.write_all(text.as_bytes())?;
-        new.persist(&path)?;
-        Ok(())
+        Ok(new.persist(&path)?)
     };
-    written().map_err(|e| failed(format!("{}: {e}", path.display())))?;
-    Ok(Posted(path))
+    let file = written().map_err(|e| failed(format!("{}: {e}", path.display())))?;
+    drop(alone);
+    Ok(Posted { folder, path, file })
 }
 
-/// Removes what process 0 of other runs has left that was killed before all had met: their secrets. Who
-/// has its number now may be another process, and then it stays for longer.
+/// Removes the secrets that process 0 of other runs has left that was killed before all had met. To
+/// be called by who has the folder to itself: nobody else writes or removes any then.
 fn forget_dead(folder: &Path) {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     for path in entries.map(|e| e.path()) {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        let writer = match name.strip_prefix(UNFINISHED) {
-            Some(rest) => rest.split('-').next().and_then(|pid| pid.parse().ok()),
-            None if name.starts_with(POSTED) => {
-                let text = private_text(&path).unwrap_or_default();
-                serde_json::from_str(&text).ok().map(|a: Appointment| a.pid)
-            }
-            None => None,
+        if !name.starts_with(UNFINISHED) && !name.starts_with(POSTED) {
+            continue;
+        }
+        // A host's file system may want a lock to be of a file that can be written to.
+        let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
+        let file = File::options()
+            .read(true)
+            .write(true)
+            .custom_flags(flags.bits().cast_signed())
+            .open(&path);
+        let is_left = |file: &File| {
+            let is_file = file.metadata().is_ok_and(|m| m.is_file());
+            is_file && file.try_lock().is_ok() && is_at(file, &path)
         };
-        if writer.is_some_and(|pid| !is_alive(pid)) {
+        if file.as_ref().is_ok_and(is_left) {
             let _ = fs::remove_file(&path);
         }
     }
-}
-
-fn is_alive(pid: u32) -> bool {
-    let pid = i32::try_from(pid)
-        .ok()
-        .and_then(rustix::process::Pid::from_raw);
-    // One of another user, which may not be asked, is alive, too.
-    pid.is_some_and(|pid| rustix::process::test_kill_process(pid) != Err(rustix::io::Errno::SRCH))
 }
 
 /// Reads the appointment of the run with this key; what is in the way where there is none.
@@ -137,7 +178,7 @@ pub fn token(path: &Path) -> Result<Token, Failure> {
 /// is looked at.
 fn private_text(path: &Path) -> io::Result<String> {
     const LONGEST: u64 = 1 << 16;
-    let no_link = rustix::fs::OFlags::NOFOLLOW.bits() as i32;
+    let no_link = OFlags::NOFOLLOW.bits().cast_signed();
     let file = File::options()
         .read(true)
         .custom_flags(no_link)
@@ -184,4 +225,52 @@ fn file(folder: &Path, key: &str) -> PathBuf {
 /// Only this user can read it, or, for a folder, look into it.
 fn is_private(metadata: &Metadata) -> bool {
     metadata.uid() == rustix::process::geteuid().as_raw() && metadata.mode() & 0o077 == 0
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// Whatever number the process has that has posted it, as in another container.
+    #[test]
+    fn what_is_held_stays_and_what_nobody_holds_goes() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path();
+        let write = |name: &str| {
+            let path = folder.join(name);
+            fs::write(&path, "{}").unwrap();
+            (File::open(&path).unwrap(), path)
+        };
+        let held = [write("run-held.json"), write(".new-held")];
+        held.iter().for_each(|(file, _)| file.try_lock().unwrap());
+        let left = [write("run-left.json"), write(".new-left")];
+        let others = write("notes.txt");
+        let away = folder.join("run-away.json");
+        std::os::unix::fs::symlink(&others.1, &away).unwrap();
+        forget_dead(folder);
+        assert!(held.iter().all(|(_, path)| path.exists()));
+        assert!(left.iter().all(|(_, path)| !path.exists()));
+        assert!(others.1.exists() && away.exists());
+    }
+
+    /// A run of the same key that another process 0 has begun meanwhile keeps its file.
+    #[test]
+    fn only_the_own_file_goes_at_the_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let post = || {
+            let path = dir.path().join("run-same.json");
+            let new = tempfile::NamedTempFile::new_in(dir.path()).unwrap();
+            let file = new.persist(&path).unwrap();
+            let folder = dir.path().to_path_buf();
+            Posted { folder, path, file }
+        };
+        let first = post();
+        let path = first.path.clone();
+        let second = post();
+        drop(first);
+        assert!(path.exists());
+        drop(second);
+        assert!(!path.exists());
+    }
 }

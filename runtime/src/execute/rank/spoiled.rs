@@ -3,9 +3,9 @@
 //! A norm of the gradient that is no number would make all parameters none. All ranks have the same
 //! norm, so each gives the step up where it has computed it, before any state is written: they stop
 //! at the same step, with the states of before. The step can then be played again, with a look at
-//! everything that is written: the first tensor with such a value is where they come from. The same is
-//! done where the update was made, as of a loss that is no number with a norm that is one; the states
-//! are those after it then.
+//! everything that is written: the first tensor with such a value is where they come from. The same
+//! is done where the update was made, as of a loss that is no number with a norm that is one; the
+//! states are those after it then.
 //!
 //! The host of a device that works later does not wait for the norm. There the update itself keeps all
 //! states where the norm is no number, as its coefficient is none then, and the host finds at the end
