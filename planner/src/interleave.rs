@@ -749,9 +749,9 @@ mod tests {
                 let own: Vec<usize> = route.stages_of(mesh, p, p * v).collect();
                 for (&before, &k) in own.iter().zip(&own[1..]) {
                     tables[k] = tables[before].clone();
-                    for at in 0..n_moments {
-                        flights[k][at] = flights[k][at].min(flights[before][at]);
-                    }
+                    let most = flights[before].clone();
+                    let counts = flights[k].iter_mut().zip(most);
+                    counts.for_each(|(n, most)| *n = most.min(*n));
                 }
             }
             let is_first = |k: usize| k < p;

@@ -338,7 +338,7 @@ fn stages_have_their_peak_together() {
 #[test]
 fn a_mesh_holds_the_most_at_one_of_its_moments() {
     let mut rng = crate::testing::Rng::new(7);
-    for kind in all().into_iter().chain([interleaved(4), interleaved(8)]) {
+    for kind in all().chain([interleaved(4), interleaved(8)]) {
         let schedule = kind.schedule();
         let (v, last) = (schedule.virtual_stages() as usize, schedule.passes().last());
         for (p, rounds) in [

@@ -188,6 +188,11 @@ pub(super) struct RingOf<'c> {
     pub(super) sent_s: f64,
 }
 
+/// The least sum of `rounds t + s` over all layers, by rounds.
+type SumOf<'f> = dyn Fn(f64) -> f64 + 'f;
+/// The same of a sequence of one layer, where it can be run.
+type SingleOf<'f> = dyn Fn(usize, f64) -> Option<f64> + 'f;
+
 /// The bound on a ring that follows from how many layers its longest stage has.
 #[derive(Clone, Copy, Default)]
 struct Longest {
@@ -424,7 +429,7 @@ impl Search<'_> {
         of: RingOf<'_>,
         OfPrice { price, busiest }: OfPrice,
         longest: Longest,
-        (sum, single): (&dyn Fn(f64) -> f64, &dyn Fn(usize, f64) -> Option<f64>),
+        (sum, single): (&SumOf<'_>, &SingleOf<'_>),
         enough: f64,
     ) -> f64 {
         let RingOf {
@@ -518,8 +523,8 @@ impl Cuts {
             let behind = n_stages - stage - 1;
             let most_end = n_layers - behind;
             let least_end = n_layers.saturating_sub(behind.saturating_mul(longest));
-            for start in stage..most_end {
-                let before = least[start];
+            let starts = least.iter().enumerate().take(most_end).skip(stage);
+            for (start, &before) in starts {
                 if before.is_infinite() {
                     continue;
                 }

@@ -1,16 +1,16 @@
 //! What pipelines that were simulated say about those that were not yet: the bytes that these will
 //! lack, and how long their steps will take at least.
 //!
-//! Both are rules of thumb. A pipeline that lacks bytes is found out when it is placed, and one that
-//! is not simulated because of its share could have been faster than all others of its kind.
+//! Both are rules of thumb. A pipeline that lacks bytes is found out when it is placed, and one
+//! that is not simulated because of its share could have been faster than all others of its kind.
 
 use super::Pipeline;
 use std::collections::BTreeMap;
 
-/// The bytes that pipelines of a kind overran the memory by when they were first made. What the model
-/// of memory leaves out is much the same for all of a kind. So where all so far overran it the others
-/// would too, and would have to be made and lowered twice. Those that are simulated first, which are
-/// the best by the objective, are made without.
+/// The bytes that pipelines of a kind overran the memory by when they were first made. What the
+/// model of memory leaves out is much the same for all of a kind. So where all so far overran it
+/// the others would too, and would have to be made and lowered twice. Those that are simulated
+/// first, which are the best by the objective, are made without.
 #[derive(Default)]
 pub(super) struct Shortfalls {
     /// By whether traffic is assumed to hide and whether stages share meshes, ascending.
@@ -31,8 +31,8 @@ impl Shortfalls {
         of_kind.insert(at, over);
     }
 
-    /// The median of the bytes that pipelines of the kind overran by, the lower one of two; none where
-    /// one fit.
+    /// The median of the bytes that pipelines of the kind overran by, the lower one of two; none
+    /// where one fit.
     pub(super) fn of(&self, p: &Pipeline) -> Option<u64> {
         let of_kind = self.of_kind.get(&Self::kind(p))?;
         let all_overran = of_kind.len() >= Self::FEW && *of_kind.first()? > 0;
@@ -40,8 +40,8 @@ impl Shortfalls {
     }
 }
 
-/// The least part of the objective that the simulated step of a pipeline of a kind was. The objective
-/// adds up what overlaps, of pipelines of a kind much the same.
+/// The least part of the objective that the simulated step of a pipeline of a kind was. The
+/// objective adds up what overlaps, of pipelines of a kind much the same.
 #[derive(Default)]
 pub(super) struct Shares {
     /// By whether stages share meshes: how many, and the least part.
