@@ -7,7 +7,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -18,26 +18,21 @@ pub const SAME: Duration = Duration::from_millis(500);
 /// terminal's output is held.
 const TO_SAY: Duration = Duration::from_secs(1);
 
-/// Says words that the process is about to end with.
+/// Says words and waits until they are said, but no longer than [`TO_SAY`].
 pub fn say_last(words: String) {
-    let _ = say_meanwhile(words).recv_timeout(TO_SAY);
-}
-
-/// Says something while this thread goes on, which is told when it has been said.
-fn say_meanwhile(words: String) -> Receiver<()> {
     let (tell, told) = channel();
     // What cannot be said as there are no more threads stays unsaid.
     let _ = std::thread::Builder::new().spawn(move || {
         crate::say(format_args!("{words}"));
         let _ = tell.send(());
     });
-    told
+    let _ = told.recv_timeout(TO_SAY);
 }
 
-/// What is said of the first interrupt of what ends with what there is.
+/// Says that the first interrupt ends what goes on with what there is. The next interrupt is heard
+/// soon, whoever listens to this.
 fn say_ends(doing: &str) {
-    // The next interrupt is to be heard whoever listens to this.
-    say_meanwhile(format!(
+    say_last(format!(
         "interrupted: {doing}; interrupt again to end at once"
     ));
 }
@@ -60,7 +55,6 @@ pub fn flag(doing: &'static str) -> Result<Arc<AtomicBool>, Failure> {
     let set = Arc::clone(&flag);
     let first = OnceLock::new();
     let handler = move || {
-        set.store(true, Ordering::Relaxed);
         let now = Instant::now();
         let since = now - *first.get_or_init(|| now);
         if !since.is_zero() {
@@ -70,7 +64,9 @@ pub fn flag(doing: &'static str) -> Result<Arc<AtomicBool>, Failure> {
             runtime::files::remove_unfinished();
             std::process::exit(Exit::Interrupted as i32);
         }
+        // Before the end says what it ended with.
         say_ends(doing);
+        set.store(true, Ordering::Relaxed);
     };
     ctrlc::set_handler(handler).map_err(no_handler)?;
     Ok(flag)
@@ -99,10 +95,10 @@ fn ignores_hangups() -> bool {
     mask.is_some_and(|mask| mask >> (SIGHUP - 1) & 1 == 1)
 }
 
-/// What is said of an interrupt of a run that is about to go on after a loss.
+/// The words for an interrupt of a run that is about to go on after a loss.
 pub const BEFORE_IT_WENT_ON: &str = "interrupted before it went on; what was written stays";
 
-/// What is said of an interrupt before the run has begun.
+/// The words for an interrupt before the run has begun.
 #[derive(Clone, Copy, Debug)]
 pub struct Early {
     /// The words.
@@ -175,12 +171,12 @@ impl Interrupts {
             }
             (_, Some(since)) if now - since >= SAME => self.end_at_once(),
             (Phase::IsLooked | Phase::Ends(_), None) => {
-                self.0.is_asked.store(true, Ordering::Relaxed);
                 if let Phase::Ends(doing) = phase
                     && !is_warning
                 {
                     say_ends(doing);
                 }
+                self.0.is_asked.store(true, Ordering::Relaxed);
             }
             (_, Some(_)) | (Phase::IsOthers, None) => {}
         }

@@ -284,7 +284,7 @@ fn a_second_interrupt_ends_a_run_at_once() {
     }
 }
 
-/// What `nohup` starts outlives the terminal; all else ends with it, in order.
+/// A run that `nohup` starts outlives the terminal; all others end with it, in order.
 #[test]
 fn a_hangup_is_an_interrupt_unless_it_is_ignored() {
     let place = Place::with_plan();

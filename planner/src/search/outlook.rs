@@ -1,5 +1,5 @@
-//! What pipelines that were simulated say about those that were not yet: the bytes that these will
-//! lack, and how long their steps will take at least.
+//! Pipelines that were simulated say something about those that were not yet: the bytes that these
+//! will lack, and how long their steps will take at least.
 //!
 //! Both are rules of thumb. A pipeline that lacks bytes is found out when it is placed, and one
 //! that is not simulated because of its share could have been faster than all others of its kind.
@@ -18,7 +18,7 @@ pub(super) struct Shortfalls {
 }
 
 impl Shortfalls {
-    /// Of so few nothing follows.
+    /// From fewer nothing follows.
     const FEW: usize = 2;
 
     fn kind(p: &Pipeline) -> (bool, bool) {
@@ -49,9 +49,9 @@ pub(super) struct Shares {
 }
 
 impl Shares {
-    /// Of so few nothing follows.
+    /// From fewer nothing follows.
     const FEW: usize = 3;
-    /// Of others it may be so much less, relatively.
+    /// How much less it may be of others, relatively.
     const LESS: f64 = 0.02;
 
     pub(super) fn add(&mut self, p: &Pipeline, step_s: f64) {

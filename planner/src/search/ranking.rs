@@ -45,9 +45,9 @@ const AT_LEVELS_IN_A_SMALL_ONE: usize = 6;
 const AT_SHAPES: usize = 2;
 /// A plan that takes so many times as long as the fastest is not looked at further.
 const CLOSE: f64 = 1.02;
-/// What is assumed to hide is not simulated where its objective, under that assumption, is so many
-/// times as long as the fastest step. Its program hides more than is assumed: up to a third more,
-/// of what was seen.
+/// A pipeline whose traffic is assumed to hide is not simulated where its objective, under that
+/// assumption, is so many times as long as the fastest step. Its program hides more than is
+/// assumed: up to a third more, of what was seen.
 const HIDES_MORE: f64 = 1.5;
 /// A pipeline of one stage may take so many times as long as the fastest and still be as fast at
 /// another ZeRO level: all of its devices share states. The most that was seen is 1.17 times.
@@ -518,8 +518,8 @@ impl Search<'_> {
         Ok(())
     }
 
-    /// Whether what is far from the fastest is held back by rules of thumb: nothing is where all of
-    /// the space can be looked at, nor where devices share processors.
+    /// Whether pipelines far from the fastest are held back by rules of thumb: nothing is where all
+    /// of the space can be looked at, nor where devices share processors.
     fn holds_back(&self) -> bool {
         !self.mixes_submeshes() && self.cluster.pool.is_none()
     }

@@ -96,7 +96,7 @@ impl Pulse {
             before,
         }
     }
-    /// What it does, and how often it has gone on.
+    /// The kind of its doing, and how often it has gone on.
     fn look(&self) -> (u8, u64) {
         let doing = self.doing.load(Ordering::Acquire);
         (doing, self.went_on.load(Ordering::Acquire))

@@ -303,7 +303,7 @@ impl Drop for Orphan {
     }
 }
 
-/// What is said of an interrupt before all have met.
+/// The words for an interrupt before all have met.
 fn early(args: &RunArgs) -> &'static str {
     match args.continued {
         Some(_) => BEFORE_IT_WENT_ON,
