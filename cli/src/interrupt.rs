@@ -29,12 +29,9 @@ pub fn say_last(words: String) {
     let _ = told.recv_timeout(TO_SAY);
 }
 
-/// Says that the first interrupt ends what goes on with what there is. The next interrupt is heard
-/// soon, whoever listens to this.
-fn say_ends(doing: &str) {
-    say_last(format!(
-        "interrupted: {doing}; interrupt again to end at once"
-    ));
+/// The words for the first interrupt of what then ends with what there is.
+fn ending(doing: &str) -> String {
+    format!("interrupted: {doing}; interrupt again to end at once")
 }
 
 /// Has a file that reaches its limit of length be an error of its write, as a full disk is; by itself
@@ -55,6 +52,7 @@ pub fn flag(doing: &'static str) -> Result<Arc<AtomicBool>, Failure> {
     let set = Arc::clone(&flag);
     let first = OnceLock::new();
     let handler = move || {
+        set.store(true, Ordering::Relaxed);
         let now = Instant::now();
         let since = now - *first.get_or_init(|| now);
         if !since.is_zero() {
@@ -64,9 +62,7 @@ pub fn flag(doing: &'static str) -> Result<Arc<AtomicBool>, Failure> {
             runtime::files::remove_unfinished();
             std::process::exit(Exit::Interrupted as i32);
         }
-        // Before the end says what it ended with.
-        say_ends(doing);
-        set.store(true, Ordering::Relaxed);
+        crate::say(format_args!("{}", ending(doing)));
     };
     ctrlc::set_handler(handler).map_err(no_handler)?;
     Ok(flag)
@@ -171,12 +167,13 @@ impl Interrupts {
             }
             (_, Some(since)) if now - since >= SAME => self.end_at_once(),
             (Phase::IsLooked | Phase::Ends(_), None) => {
+                self.0.is_asked.store(true, Ordering::Relaxed);
                 if let Phase::Ends(doing) = phase
                     && !is_warning
                 {
-                    say_ends(doing);
+                    // The next interrupt is heard soon, whoever listens to this.
+                    say_last(ending(doing));
                 }
-                self.0.is_asked.store(true, Ordering::Relaxed);
             }
             (_, Some(_)) | (Phase::IsOthers, None) => {}
         }
