@@ -14,7 +14,8 @@ static VERSION: LazyLock<String> = LazyLock::new(|| {
 });
 
 /// Exit codes, shown at the end of every help text.
-const EXIT_CODES: &str = "Exit codes: 0 done; 2 usage; 3 bad input; 4 infeasible; 5 check failed; 6 run failed;\n70 internal error; 130 interrupted.";
+const EXIT_CODES: &str = "Exit codes: 0 done; 2 usage; 3 bad input; 4 infeasible; 5 check failed;\n\
+    6 run failed; 70 internal error; 130 interrupted.";
 
 /// Compiles the training of a model to a parallel plan, proves it, runs it, and compares
 /// what was predicted with what was measured.

@@ -293,46 +293,6 @@ fn in_flight(kind: ScheduleKind, mesh: usize, n_meshes: usize, m: u32) {
     }
 }
 
-/// A mesh has what its stages are said to have at its peak in one slot, all of them, and never more
-/// of all together.
-#[test]
-fn stages_have_their_peak_together() {
-    for kind in all() {
-        let schedule = kind.schedule();
-        let (v, last) = (schedule.virtual_stages() as usize, schedule.passes().last());
-        for (p, m) in [
-            (1usize, 3u32),
-            (2, 2),
-            (2, 8),
-            (3, 3),
-            (3, 12),
-            (4, 4),
-            (4, 20),
-        ] {
-            for mesh in 0..p {
-                let stage = |chunk| schedule.route().stage_of(mesh, chunk, p);
-                let at_peak = |chunk| schedule.at_peak(stage(chunk), p * v, m);
-                let said: Vec<u32> = (0..v).map(at_peak).collect();
-                let mut held = vec![0u32; v];
-                let (mut most, mut seen) = (0, false);
-                for slot in schedule.slots(mesh, p, m) {
-                    let of = &mut held[slot.of.chunk as usize];
-                    *of += u32::from(slot.of.pass == PassKind::Forward);
-                    most = most.max(held.iter().sum());
-                    seen |= held == said;
-                    held[slot.of.chunk as usize] -= u32::from(Some(&slot.of.pass) == last);
-                }
-                assert!(seen, "{kind:?} mesh {mesh} of {p}, m={m}: never {said:?}");
-                assert_eq!(
-                    most,
-                    said.iter().sum::<u32>(),
-                    "{kind:?} mesh {mesh} of {p}, m={m}"
-                );
-            }
-        }
-    }
-}
-
 /// Whatever bytes a microbatch of each stage takes, a mesh holds the most at one of the moments of
 /// its schedule, and it comes to each of them.
 #[test]
@@ -345,7 +305,8 @@ fn a_mesh_holds_the_most_at_one_of_its_moments() {
             (1usize, 3u32),
             (2, 1),
             (2, 4),
-            (3, 2),
+            (3, 1),
+            (3, 4),
             (4, 1),
             (4, 5),
             (8, 2),
@@ -368,6 +329,9 @@ fn a_mesh_holds_the_most_at_one_of_its_moments() {
                     .map(|chunk| schedule.at_peak(stage(chunk), p * v, m))
                     .collect();
                 assert_eq!(said.first(), Some(&peak), "{at}");
+                // As many of each, of which the first moment has the most, and others.
+                let of_all = |n: &Vec<u32>| n.iter().sum::<u32>();
+                assert_eq!(seen.iter().map(of_all).max(), Some(of_all(&peak)), "{at}");
                 for _ in 0..20 {
                     let bytes: Vec<u64> = (0..v).map(|_| rng.below(9)).collect();
                     let most = |of: &[Vec<u32>]| {
