@@ -1,14 +1,16 @@
 """One rank's training step on a CPU beside PyTorch's: the same model, sizes and threads, in turns.
 
-Both train GPT-2 124M in f32 with AdamW, gradients clipped at a norm of 1, on one thread: a rank of
-Meshwright is one. The first step of each turn is left out. Prints one line a turn and the ratio of the
-median steps, and writes all times as JSON.
+Both train GPT-2 124M in f32 with AdamW, gradients clipped at a norm of 1, on the same cores and with as
+many threads as these: the process is bound to them, a lone rank of Meshwright takes all that it may, and
+PyTorch is told how many. The first step of each turn is left out. Prints one line a turn and the ratio of
+the median steps, and writes all times as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -55,10 +57,15 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=512)
     parser.add_argument("--steps", type=int, default=4, help="of a turn, the first among them")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1, help="and cores, of both sides")
     parser.add_argument("--compiled", action="store_true", help="PyTorch's side by torch.compile")
     parser.add_argument("--out", type=Path, required=True, help="folder for results")
     args = parser.parse_args()
-    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    if not 1 <= args.threads <= len(cores):
+        parser.error(f"--threads {args.threads}: there are {len(cores)} cores")
+    os.sched_setaffinity(0, cores[: args.threads])
+    torch.set_num_threads(args.threads)
     torch.manual_seed(1)
     s = next(m for m in MODELS if m.name == "gpt2-124m")
     s = Shape(s.name, s.layers, s.width, s.heads, s.kv_heads, s.mlp, s.vocabulary, args.sequence, ())
@@ -84,10 +91,11 @@ def main() -> None:
             print(f"losses {losses['meshwright']} and {losses['pytorch']}", flush=True)
     medians = {k: statistics.median(t for turn in v for t in turn[1:]) for k, v in times.items()}
     ratio = medians["pytorch"] / medians["meshwright"]
-    print(f"Meshwright trains at {ratio:.2f} times PyTorch's rate, {args.batch} x {s.sequence} tokens")
+    print(f"Meshwright trains at {ratio:.2f} times PyTorch's rate, {args.batch} x {s.sequence} tokens, "
+          f"{args.threads} threads each")
     (args.out / "step.json").write_text(json.dumps(
         {"batch": args.batch, "sequence": s.sequence, "compiled": args.compiled,
-         "torch": torch.__version__, "times_s": times, "median_s": medians, "ratio": ratio},
+         "threads": args.threads, "torch": torch.__version__, "times_s": times, "median_s": medians, "ratio": ratio},
         indent=1) + "\n", encoding="utf-8")
 
 

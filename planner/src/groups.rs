@@ -18,7 +18,9 @@ pub(crate) use index::Index;
 use ir::cluster::Cluster;
 use ir::op::{Assignment, OpStrategy, ShardingRule};
 use ir::training::TrainingGraph;
-use ir::{DType, LogicalMesh, Op, OpId, OpKind, Pass, Region, ShardingSpec, TrainSpec, ValueId};
+use ir::{
+    DType, Graph, LogicalMesh, Op, OpId, OpKind, Pass, Region, ShardingSpec, TrainSpec, ValueId,
+};
 pub(crate) use members::forward_of;
 use members::parameter_members;
 use parameter::parameter_group;
@@ -138,27 +140,43 @@ impl Phases {
     }
 }
 
-/// Splits the ops of one layer into groups with their choices.
-pub(crate) fn make_groups(s: &Setting<'_>, ops: &[OpId]) -> Vec<Group> {
+/// The ops of a group, before it has choices.
+pub(crate) struct Members {
+    /// In graph order.
+    pub ops: Vec<OpId>,
+    pub is_parameter: bool,
+}
+
+/// Splits the ops of one layer into groups, those of parameters first.
+pub(crate) fn members(s: &Setting<'_>, ops: &[OpId]) -> Vec<Members> {
     let graph = &s.training.graph;
     let params = parameter_members(graph, s.index, ops);
-    let mut groups: Vec<Group> = params
-        .iter()
-        .map(|members| parameter_group(s, members))
-        .collect();
     let taken: BTreeSet<OpId> = params.iter().flatten().copied().collect();
     let mut by_forward: BTreeMap<OpId, Vec<OpId>> = BTreeMap::new();
     for &id in ops.iter().filter(|id| !taken.contains(id)) {
         let head = forward_of(graph, &id).unwrap_or(id);
         by_forward.entry(head).or_default().push(id);
     }
-    groups.extend(
-        by_forward
-            .into_values()
-            .map(|members| forward_group(s, members)),
-    );
-    groups.iter_mut().for_each(|group| resting::rest(s, group));
-    groups
+    let group = |is_parameter| move |ops| Members { ops, is_parameter };
+    let forward = by_forward.into_values().map(group(false));
+    params.into_iter().map(group(true)).chain(forward).collect()
+}
+
+impl Members {
+    /// Whether they are the group of a layer boundary.
+    pub(crate) fn are_boundary(&self, graph: &Graph) -> bool {
+        !self.is_parameter && graph.op(self.ops[0]).origin == ir::Origin::Boundary
+    }
+
+    /// The group with its choices.
+    pub(crate) fn group(self, s: &Setting<'_>) -> Group {
+        let mut group = match self.is_parameter {
+            true => parameter_group(s, &self.ops),
+            false => forward_group(s, self.ops),
+        };
+        resting::rest(s, &mut group);
+        group
+    }
 }
 
 /// Orders of the axes that split experts. Of several, that over which tokens travel has to come

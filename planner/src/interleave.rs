@@ -31,6 +31,7 @@
 
 use crate::inter_op::{PipelineCost, StageEntry};
 use ir::schedule::{Latency, Route};
+use rayon::prelude::*;
 use smallvec::SmallVec;
 
 /// Ways of the stages of a mesh to run together, up to which t and s are kept apart. With 16
@@ -93,8 +94,8 @@ pub(crate) struct SharedStage<'a> {
     pub is_alike: bool,
 }
 
-/// Bytes beside transient ones, by moment.
-type Lasting = SmallVec<[u128; 2]>;
+/// Bytes beside transient ones, by moment; more than 64 bits hold are as many as they hold.
+type Lasting = SmallVec<[u64; 2]>;
 
 /// The choice.
 #[derive(Clone, Debug, PartialEq)]
@@ -199,7 +200,10 @@ impl<'m, 'a> Mesh<'m, 'a> {
 
     /// Bytes beside transient ones of a stage's entry, by moment.
     fn lasting(self, stage: &SharedStage<'_>, e: &StageEntry) -> Lasting {
-        let of_moment = |&moment: &usize| lasting(e, stage.in_flight[moment]);
+        let of_moment = |&moment: &usize| {
+            let bytes = lasting(e, stage.in_flight[moment]);
+            u64::try_from(bytes).unwrap_or(u64::MAX)
+        };
         self.moments.iter().map(of_moment).collect()
     }
 }
@@ -259,15 +263,16 @@ fn share_at(
         if best.as_ref().is_some_and(|b| least_s >= b.total_s) {
             break;
         }
-        for (own, known) in meshes.iter().zip(&mut frontiers) {
+        let meshes = meshes.par_iter().zip(&mut frontiers);
+        meshes.for_each(|(own, known)| {
             // Most thresholds let one more entry of some mesh in.
             let allowed = n_allowed(own.stages, threshold);
             if known.as_ref().is_none_or(|(n, _)| *n != allowed) {
-                let capacity = capacity_bytes.into();
-                let parts = Frontier::new(*own, threshold, capacity, microbatches, combinations);
+                let (capacity, least) = (capacity_bytes, combinations);
+                let parts = Frontier::new(*own, threshold, capacity, microbatches, least);
                 *known = Some((allowed, parts));
             }
-        }
+        });
         let known: Vec<&Frontier> = frontiers.iter().flatten().map(|(_, f)| f).collect();
         let Some(picks) = cheapest(&known, latency) else {
             continue;
@@ -283,7 +288,7 @@ fn share_at(
 /// Entries for the stages of a mesh.
 #[derive(Clone, Debug, Default)]
 struct Part {
-    transient: u128,
+    transient: u64,
     entries: Vec<usize>,
 }
 
@@ -298,10 +303,10 @@ struct Step {
     weight_s: f64,
     /// By moment, beside transient ones.
     bytes: Lasting,
-    transient: u128,
+    transient: u64,
     /// Number of the step for the stages before.
-    before: usize,
-    entry: usize,
+    before: u32,
+    entry: u32,
 }
 
 impl Step {
@@ -338,7 +343,7 @@ impl Frontier {
     fn new(
         of: Mesh<'_, '_>,
         threshold: f64,
-        capacity: u128,
+        capacity: u64,
         microbatches: f64,
         combinations: usize,
     ) -> Frontier {
@@ -359,18 +364,22 @@ impl Frontier {
             let mut new: Vec<Step> = Vec::with_capacity(before.len() * stage.entries.len());
             let alike = number_of.checked_sub(1).filter(|_| stage.is_alike);
             let all: Vec<Lasting> = stage.entries.iter().map(|e| of.lasting(stage, e)).collect();
-            for (number, part) in before.iter().enumerate() {
+            for (number, part) in (0..).zip(before) {
                 let least = alike.map_or(0, |b| {
-                    stages[b].entries[part.entry].saved_bytes_per_microbatch
+                    stages[b].entries[part.entry as usize].saved_bytes_per_microbatch
                 });
-                for (entry, e) in stage.entries.iter().enumerate() {
+                for (entry, (e, lasting)) in (0..).zip(stage.entries.iter().zip(&all)) {
                     let is_early = e.saved_bytes_per_microbatch < least;
                     if is_early || e.time_s() + stage.transfer_s > threshold {
                         continue;
                     }
-                    let transient = part.transient.max(e.transient_bytes.into());
-                    let own = part.bytes.iter().zip(&all[entry]);
-                    if own.clone().any(|(a, b)| a + b + transient > capacity) {
+                    let transient = part.transient.max(e.transient_bytes);
+                    let own = part.bytes.iter().zip(lasting);
+                    let Some(left) = capacity.checked_sub(transient) else {
+                        continue;
+                    };
+                    let fits = |(a, b): (&u64, &u64)| a.checked_add(*b).is_some_and(|n| n <= left);
+                    if !own.clone().all(fits) {
                         continue;
                     }
                     let time_s = part.time_s + e.time_s() + stage.transfer_s;
@@ -416,8 +425,8 @@ impl Frontier {
         let mut entries = Vec::with_capacity(self.steps.len());
         let mut at = index;
         for steps in self.steps.iter().rev() {
-            entries.push(steps[at].entry);
-            at = steps[at].before;
+            entries.push(steps[at].entry as usize);
+            at = steps[at].before as usize;
         }
         entries.reverse();
         Part {
@@ -445,7 +454,7 @@ impl Hope {
     const SLACK: f64 = 0.005;
 
     /// None where no price on memory makes the stages fit, each on its own.
-    fn of(of: Mesh<'_, '_>, threshold: f64, capacity: u128, microbatches: f64) -> Option<Hope> {
+    fn of(of: Mesh<'_, '_>, threshold: f64, capacity: u64, microbatches: f64) -> Option<Hope> {
         let (stages, n_moments) = (of.stages, of.moments.len());
         // Seconds, bytes at the mean of the moments, transient bytes and bytes at each moment of
         // every entry that is allowed.
@@ -455,7 +464,7 @@ impl Hope {
             let figures = allowed.map(|(e, time_s)| {
                 let weight_s = microbatches * time_s + e.step_s;
                 let bytes = of.lasting(s, e);
-                let mean = bytes.iter().sum::<u128>() as f64 / n_moments as f64;
+                let mean = mean(&bytes);
                 (weight_s, mean, e.transient_bytes, bytes)
             });
             figures.collect::<Vec<Way>>()
@@ -471,7 +480,7 @@ impl Hope {
         // Seconds of all stages under a price, if they fit.
         let fitting = |price: f64| {
             let (mut weight_s, mut transient) = (0.0, 0u64);
-            let mut bytes = vec![0u128; n_moments];
+            let mut bytes = vec![0u64; n_moments];
             for ways in &ways {
                 let least = &ways[least_at(price, ways)?];
                 weight_s += least.0;
@@ -479,9 +488,11 @@ impl Hope {
                 bytes
                     .iter_mut()
                     .zip(&least.3)
-                    .for_each(|(sum, b)| *sum += b);
+                    .for_each(|(sum, b)| *sum = sum.saturating_add(*b));
             }
-            let fits = bytes.iter().all(|b| b + u128::from(transient) <= capacity);
+            let fits = bytes
+                .iter()
+                .all(|b| b.saturating_add(transient) <= capacity);
             fits.then_some(weight_s)
         };
         let mut known_s = fitting(0.0);
@@ -514,8 +525,7 @@ impl Hope {
 
     /// Whether a way for the first `n` stages may be part of one that is as good.
     fn is_left(&self, n: usize, step: &Step) -> bool {
-        let mean = step.bytes.iter().sum::<u128>() as f64 / step.bytes.len().max(1) as f64;
-        step.weight_s + self.price * mean + self.rest[n] <= self.limit
+        step.weight_s + self.price * mean(&step.bytes) + self.rest[n] <= self.limit
     }
 }
 
@@ -523,17 +533,27 @@ impl Hope {
 /// moments, transient bytes, and bytes at each moment.
 type Way = (f64, f64, u64, Lasting);
 
+/// The mean over the moments.
+fn mean(bytes: &[u64]) -> f64 {
+    let sum: f64 = bytes.iter().map(|b| *b as f64).sum();
+    sum / bytes.len().max(1) as f64
+}
+
 /// Drops what something before it is no larger than: nothing is beaten by what costs more.
 fn keep_unbeaten(steps: &mut Vec<Step>) {
-    let mut smallest: Vec<Step> = Vec::new();
-    steps.retain(|p| {
-        let is_beaten = smallest.iter().any(|s| s.is_within(p));
-        if !is_beaten {
-            smallest.retain(|s| !p.is_within(s));
-            smallest.push(p.clone());
+    // Those that are kept come first, and of these the numbers of those that nothing is within.
+    let mut n_kept = 0;
+    let mut smallest: Vec<usize> = Vec::new();
+    for i in 0..steps.len() {
+        if smallest.iter().any(|&s| steps[s].is_within(&steps[i])) {
+            continue;
         }
-        !is_beaten
-    });
+        smallest.retain(|&s| !steps[i].is_within(&steps[s]));
+        smallest.push(n_kept);
+        steps.swap(n_kept, i);
+        n_kept += 1;
+    }
+    steps.truncate(n_kept);
 }
 
 /// One part of each mesh: those that cost least together, whatever the largest t below the
@@ -614,7 +634,7 @@ fn joined(
         let entries = own.iter().zip(&pick.entries);
         let entries: Vec<&StageEntry> = entries.map(|(s, &e)| &s.entries[e]).collect();
         let (_, bytes) = fullest(&own, &entries);
-        u128::from(capacity_bytes).saturating_sub(bytes + pick.transient)
+        u128::from(capacity_bytes).saturating_sub(bytes + u128::from(pick.transient))
     });
     let left: Vec<u128> = left.collect();
     for (k, stage) in stages.iter().enumerate() {

@@ -6,11 +6,13 @@
 //! for receiving its gradient in it. Eliminating everything but the two boundaries, under a
 //! price on memory, gives the matrix; min-plus products of matrices are stages (`stage`).
 
-use crate::groups::{Choice, Group, Phases, Setting, make_groups, staged};
+use crate::groups::{Choice, Group, Members, Phases, Setting, members, staged};
 use crate::layers::Layers;
 use crate::pins::{ZeroLevels, whole};
 use crate::prices::{Prices, Tensor};
 use dominance::{drop_among_equal_faces, drop_by_links};
+pub(crate) use facts::MeshFacts;
+use facts::{Answer, Question};
 use intra_op::eliminate::{Eliminated, Eliminator, TooWide};
 use intra_op::problem::{Cost, Edge, Table};
 use ir::{LayerId, OpId, OpKind, Origin, Pass, Region, ShardingSpec, ValueId};
@@ -21,6 +23,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 mod dominance;
+mod facts;
 
 /// Cost quantum: seconds per unit of the integer costs that solvers see.
 pub(crate) const QUANTUM_S: f64 = 1e-10;
@@ -286,47 +289,32 @@ impl LayerModel {
         s: &Setting<'_>,
         layers: &Layers,
         layer: LayerId,
-        prices: &mut Prices<'_>,
+        known: &mut MeshFacts<'_>,
     ) -> Result<Self, ModelError> {
         let graph = &s.training.graph;
-        let mut groups = make_groups(s, &layers.ops[layer.index()]);
-        for g in &groups {
-            if g.choices.is_empty() {
-                return Err(ModelError::NoChoice(graph.op(g.ops[0]).path.clone()));
-            }
-        }
-        let n_own = groups.len();
-        let entry = groups.iter().position(|g| g.boundary);
+        let mut members = members(s, &layers.ops[layer.index()]);
+        let n_own = members.len();
+        let entry = members.iter().position(|m| m.are_boundary(graph));
         if let Some(next) = layers.ops.get(layer.index() + 1) {
-            let entering: Vec<OpId> = next
-                .iter()
-                .copied()
-                .filter(|&id| ir::boundary::is_boundary(graph, graph.op(id)))
-                .collect();
-            let mut boundary: Vec<Group> = make_groups(s, &entering)
-                .into_iter()
-                .filter(|g| g.boundary)
-                .collect();
-            for c in boundary.iter_mut().flat_map(|g| &mut g.choices) {
-                (c.time, c.static_bytes) = (Phases::default(), 0);
-                (c.saved_bytes, c.recomputed_bytes) = (0, 0);
-            }
-            groups.extend(boundary);
+            let entering = next.iter().copied();
+            let entering = entering.filter(|&id| ir::boundary::is_boundary(graph, graph.op(id)));
+            let entering = crate::groups::members(s, &entering.collect::<Vec<_>>());
+            members.extend(entering.into_iter().filter(|m| m.are_boundary(graph)));
         }
-        let exit = (groups.len() > n_own).then_some(n_own);
-        let links = find_links(s, &groups);
+        let exit = (members.len() > n_own).then_some(n_own);
+        let links = find_links(s, &members);
         let is_level_pinned = s.pins.zero.is_some();
         let mut n_made = 0;
-        for (i, group) in groups.iter_mut().enumerate() {
-            price_inside(s, prices, &links, i, group);
-            if group.choices.is_empty() {
-                return Err(ModelError::NoChoice(graph.op(group.ops[0]).path.clone()));
-            }
-            n_made += group.choices.len();
-            if !group.boundary {
-                drop_among_equal_faces(group, i, &links, is_level_pinned, prices);
-            }
+        let mut groups = Vec::with_capacity(members.len());
+        for (i, members) in members.into_iter().enumerate() {
+            let (group, n) = match members.is_parameter {
+                true => parameter(s, known, &links, i, members)?,
+                false => made(s, &mut known.prices, &links, (i, i < n_own), members)?,
+            };
+            n_made += n;
+            groups.push(group);
         }
+        let prices = &mut known.prices;
         let between = links.iter().filter(|l| l.a != l.b);
         let mut priced = between
             .map(|l| {
@@ -569,6 +557,73 @@ impl LayerCost {
     }
 }
 
+/// The group of a parameter at `index` with the choices that are of use, and how many there were; those
+/// of one that was made before are the same.
+fn parameter(
+    s: &Setting<'_>,
+    known: &mut MeshFacts<'_>,
+    links: &[Link],
+    index: usize,
+    members: Members,
+) -> Result<(Group, usize), ModelError> {
+    let ops = members.ops.clone();
+    let first = &s.training.graph.op(ops[0]).path;
+    let question = Question::of(s, links, index, &ops);
+    let answer = match known.parameter(first, &question) {
+        Some(answer) => answer,
+        None => {
+            let (group, n_made) = made(s, &mut known.prices, links, (index, true), members)?;
+            let choices = group.choices;
+            let answer = Arc::new(Answer { choices, n_made });
+            known.keep(first, question, Arc::clone(&answer));
+            answer
+        }
+    };
+    let group = Group {
+        ops,
+        choices: answer.choices.clone(),
+        boundary: false,
+    };
+    Ok((group, answer.n_made))
+}
+
+/// The group at `index` with the choices that are of use, and how many there were. One that is not the
+/// layer's own has layouts but no costs.
+fn made(
+    s: &Setting<'_>,
+    prices: &mut Prices<'_>,
+    links: &[Link],
+    (index, is_own): (usize, bool),
+    members: Members,
+) -> Result<(Group, usize), ModelError> {
+    let mut group = members.group(s);
+    let none = |group: &Group| {
+        let op = s.training.graph.op(group.ops[0]);
+        group
+            .choices
+            .is_empty()
+            .then(|| ModelError::NoChoice(op.path.clone()))
+    };
+    if let Some(e) = none(&group) {
+        return Err(e);
+    }
+    if !is_own {
+        for c in &mut group.choices {
+            (c.time, c.static_bytes) = (Phases::default(), 0);
+            (c.saved_bytes, c.recomputed_bytes) = (0, 0);
+        }
+    }
+    price_inside(s, prices, links, index, &mut group);
+    if let Some(e) = none(&group) {
+        return Err(e);
+    }
+    let n_made = group.choices.len();
+    if !group.boundary {
+        drop_among_equal_faces(&mut group, index, links, s.pins.zero.is_some(), prices);
+    }
+    Ok((group, n_made))
+}
+
 /// Bytes that an op of the group in a region needs beside what is counted as saved or static:
 /// its largest set of operands and results.
 fn transient(s: &Setting<'_>, group: &Group, c: &Choice, region: Region) -> u64 {
@@ -612,7 +667,7 @@ fn moved(s: &Setting<'_>, link: &Link, level: u8) -> Option<ModelError> {
     })
 }
 
-fn find_links(s: &Setting<'_>, groups: &[Group]) -> Vec<Link> {
+fn find_links(s: &Setting<'_>, groups: &[Members]) -> Vec<Link> {
     let graph = &s.training.graph;
     let mut home: BTreeMap<OpId, (usize, usize)> = BTreeMap::new();
     for (g, group) in groups.iter().enumerate() {

@@ -22,17 +22,52 @@ use std::collections::hash_map::Entry;
 use std::hash::Hash;
 use std::sync::Arc;
 
-/// From, to and lengths (their numbers), element type, buckets.
-type Question = (usize, usize, usize, DType, Option<Region>);
-
 /// A tensor on its way: what the price of a layout change depends on beside the specs.
 #[derive(Clone, Debug)]
 pub(crate) struct Tensor {
     lens: Vec<u64>,
-    /// The number of these lengths.
-    of_lens: usize,
     dtype: DType,
     buckets: Option<Region>,
+    /// Among all that differ in any of these.
+    number: usize,
+}
+
+/// Prices of one tensor's layout changes.
+#[derive(Default)]
+struct OfTensor {
+    /// By the number of a step; NaN where nobody asked.
+    seconds: Vec<f64>,
+    /// By the numbers of specs: the index of the cheapest path, and its seconds.
+    known: FxHashMap<(usize, usize), Option<(usize, f64)>>,
+}
+
+/// Paths between two specs as numbers of steps.
+#[derive(Default)]
+struct Paths {
+    /// Of all paths, one behind the other.
+    steps: Vec<u32>,
+    /// By path, where its steps end.
+    ends: Vec<u32>,
+}
+
+impl Paths {
+    fn add(&mut self, path: &[usize]) {
+        self.steps.extend(path.iter().map(|&step| step as u32));
+        self.ends.push(self.steps.len() as u32);
+    }
+
+    fn get(&self, path: usize) -> Option<&[u32]> {
+        let begin = match path.checked_sub(1) {
+            Some(before) => *self.ends.get(before)?,
+            None => 0,
+        };
+        let end = *self.ends.get(path)?;
+        self.steps.get(begin as usize..end as usize)
+    }
+
+    fn iter(&self) -> impl Iterator<Item = &[u32]> {
+        (0..self.ends.len()).map_while(|path| self.get(path))
+    }
 }
 
 /// Distinct things by number, so that a question about them is a few words to hash.
@@ -100,6 +135,11 @@ impl Buckets {
         made
     }
 
+    /// Elements of all parameters.
+    pub(crate) fn n_elements(&self) -> u64 {
+        self.n_elements
+    }
+
     /// The buckets that a value travels in on its way to a consumer of `region`; `None` when it
     /// travels alone.
     pub(crate) fn of(&self, value: ValueId, region: Region) -> Option<Region> {
@@ -122,9 +162,6 @@ struct Step {
     to: usize,
 }
 
-/// A step's number, the lengths' and what else its price depends on.
-type OfStep = (usize, usize, DType, Option<Region>);
-
 /// Prices layout changes on one mesh.
 pub(crate) struct Prices<'a> {
     cluster: &'a Cluster,
@@ -136,11 +173,12 @@ pub(crate) struct Prices<'a> {
     /// the paths between many pairs of specs have them in common.
     steps: Vec<Step>,
     numbers: FxHashMap<(usize, LayoutStep), usize>,
-    /// By specs: the paths as numbers of steps, which are the same for tensors of all lengths.
-    paths: FxHashMap<(usize, usize), Arc<[Vec<usize>]>>,
-    seconds: FxHashMap<OfStep, f64>,
-    /// By question: the index of the cheapest path, and its seconds.
-    known: FxHashMap<Question, Option<(usize, f64)>>,
+    /// By specs: the paths, which are the same for tensors of all lengths.
+    paths: FxHashMap<(usize, usize), Arc<Paths>>,
+    /// By lengths (their number), element type and buckets: the tensor's number.
+    tensors: Numbers<(usize, DType, Option<Region>)>,
+    /// By that number.
+    of_tensor: Vec<OfTensor>,
     /// Elements of the parameters of a stage on the mesh.
     stage_elements: f64,
 }
@@ -157,8 +195,8 @@ impl<'a> Prices<'a> {
             steps: Vec::new(),
             numbers: FxHashMap::default(),
             paths: FxHashMap::default(),
-            seconds: FxHashMap::default(),
-            known: FxHashMap::default(),
+            tensors: Numbers(FxHashMap::default()),
+            of_tensor: Vec::new(),
             stage_elements: buckets.n_elements as f64 * part.min(1.0),
         }
     }
@@ -195,11 +233,16 @@ impl<'a> Prices<'a> {
         dtype: DType,
         buckets: Option<Region>,
     ) -> Tensor {
+        let of_lens = self.lens.of(&lens[..]);
+        let number = self.tensors.of(&(of_lens, dtype, buckets));
+        if number == self.of_tensor.len() {
+            self.of_tensor.push(OfTensor::default());
+        }
         Tensor {
-            of_lens: self.lens.of(&lens[..]),
             lens,
             dtype,
             buckets,
+            number,
         }
     }
 
@@ -230,7 +273,7 @@ impl<'a> Prices<'a> {
         let specs = (self.number(from), self.number(to));
         let (path, seconds) = self.cheapest((from, to), specs, &tensor)?;
         let path = self.paths.get(&specs)?.get(path)?.iter();
-        let steps = path.map(|&step| self.steps[step].step.clone());
+        let steps = path.map(|&step| self.steps[step as usize].step.clone());
         Some((steps.collect(), seconds))
     }
 
@@ -247,10 +290,10 @@ impl<'a> Prices<'a> {
         };
         let paths = self.paths.get(&numbers).map(Arc::clone);
         let path = paths.as_ref().and_then(|paths| paths.get(cheapest));
-        let of_step = |&step: &usize| {
+        let of_step = |&step: &u32| {
             let Step {
                 step: of, before, ..
-            } = &self.steps[step];
+            } = &self.steps[step as usize];
             Some((step, of.collective(before)?))
         };
         let moving: Vec<_> = path.into_iter().flatten().filter_map(of_step).collect();
@@ -267,22 +310,19 @@ impl<'a> Prices<'a> {
         specs: (usize, usize),
         tensor: &Tensor,
     ) -> Option<(usize, f64)> {
-        let question = (
-            specs.0,
-            specs.1,
-            tensor.of_lens,
-            tensor.dtype,
-            tensor.buckets,
-        );
-        if let Some(known) = self.known.get(&question) {
+        if let Some(known) = self.of_tensor[tensor.number].known.get(&specs) {
             return *known;
         }
         let paths = match self.paths.get(&specs) {
             Some(paths) => Arc::clone(paths),
             None => {
-                let found = reshard::paths(from, to);
-                let paths = found.iter().filter_map(|path| self.numbered(from, path));
-                let paths: Arc<[Vec<usize>]> = paths.collect();
+                let mut paths = Paths::default();
+                for path in reshard::paths(from, to) {
+                    if let Some(path) = self.numbered(from, &path) {
+                        paths.add(&path);
+                    }
+                }
+                let paths = Arc::new(paths);
                 self.paths.insert(specs, Arc::clone(&paths));
                 paths
             }
@@ -294,7 +334,8 @@ impl<'a> Prices<'a> {
                 best = Some((i, seconds));
             }
         }
-        self.known.insert(question, best);
+        let of_tensor = &mut self.of_tensor[tensor.number];
+        of_tensor.known.insert(specs, best);
         best
     }
 
@@ -340,26 +381,32 @@ impl<'a> Prices<'a> {
     ) -> f64 {
         let tensor = self.tensor(lens.to_vec(), dtype, buckets);
         match self.numbered(from, path) {
-            Some(path) => self.time(&path, &tensor),
+            Some(path) => {
+                let path: Vec<u32> = path.into_iter().map(|step| step as u32).collect();
+                self.time(&path, &tensor)
+            }
             None => f64::INFINITY,
         }
     }
 
     /// Seconds of a path of numbered steps.
-    fn time(&mut self, path: &[usize], tensor: &Tensor) -> f64 {
-        let mut seconds = 0.0;
-        for &step in path {
-            let question = (step, tensor.of_lens, tensor.dtype, tensor.buckets);
-            seconds += match self.seconds.get(&question) {
-                Some(known) => *known,
-                None => {
-                    let own = self.step_time(step, tensor);
-                    self.seconds.insert(question, own);
-                    own
-                }
-            };
+    fn time(&mut self, path: &[u32], tensor: &Tensor) -> f64 {
+        let n_steps = self.steps.len();
+        let known = &mut self.of_tensor[tensor.number].seconds;
+        if known.len() < n_steps {
+            known.resize(n_steps, f64::NAN);
         }
-        seconds
+        let mut sum = 0.0;
+        for &step in path {
+            let step = step as usize;
+            let mut seconds = self.of_tensor[tensor.number].seconds[step];
+            if seconds.is_nan() {
+                seconds = self.step_time(step, tensor);
+                self.of_tensor[tensor.number].seconds[step] = seconds;
+            }
+            sum += seconds;
+        }
+        sum
     }
 
     fn step_time(&mut self, step: usize, tensor: &Tensor) -> f64 {

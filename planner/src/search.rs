@@ -6,9 +6,9 @@
 //! few by the additive objective are lowered and simulated, and the fastest of those that fit wins.
 
 use crate::groups::Setting;
+use crate::layer_model::MeshFacts;
 use crate::layers::Layers;
 use crate::pins::{self, Pins};
-use crate::prices::Prices;
 use crate::stage::Sequences;
 use crate::{Effort, PlanError, PlanOptions, PlanStats, Planned, Watcher};
 use candidates::{Candidate, no_strategy, refer, weigh_all};
@@ -75,9 +75,8 @@ struct Search<'a> {
     submeshes: &'a [Submesh],
     /// A tensor that crosses layer boundaries, if one does.
     boundary: Option<ValueId>,
-    /// Prices of layout changes on meshes that nobody prices at the moment; most
-    /// of it holds for every microbatch size.
-    prices: Mutex<Vec<Prices<'a>>>,
+    /// What was found out about meshes that nobody prices at the moment.
+    known: Mutex<Vec<MeshFacts<'a>>>,
     /// Models of shapes that more than one pipeline is made of.
     kept: Mutex<Kept>,
     /// See [`PlanStats::choices`].
@@ -213,7 +212,7 @@ fn plan_order(
         sequences: sequences(&first.layers, pins)?,
         submeshes: &submeshes,
         boundary: boundary(&first.training.graph),
-        prices: Mutex::new(Vec::new()),
+        known: Mutex::new(Vec::new()),
         kept: Mutex::new(Kept::new()),
         choices: Default::default(),
         effort: options.effort,

@@ -146,15 +146,14 @@ fn compared(row: &Row, facts: &Facts, q: Question) -> Result<Compared, String> {
             .map(|p| p.simulation.step_time.0)
             .map_err(|e| e.to_string())
     };
-    let of_row = time(&q)?;
-    // As a user plans, within the device's memory, where the plan fits there.
-    let mut own = q;
-    own.cluster = preset;
-    let of_preset = time(&own).or_else(|_| {
-        own.cluster.device.memory_bytes = Bytes(1 << 60);
-        time(&own)
-    });
-    Ok(Some((of_row, of_preset?)))
+    // What a row states was run, so its plan has all memory that it wants; the preset's is the same
+    // plan only if it has too.
+    let (mut of_row, mut of_preset) = (q.clone(), q);
+    of_preset.cluster = preset;
+    for q in [&mut of_row, &mut of_preset] {
+        q.cluster.device.memory_bytes = Bytes(1 << 60);
+    }
+    Ok(Some((time(&of_row)?, time(&of_preset)?)))
 }
 
 /// The preset of a row's device and links with as many of its network cards; a composition where

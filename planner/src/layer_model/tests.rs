@@ -4,7 +4,7 @@ use crate::pins::{AxisRole, Pins};
 use crate::prices::Buckets;
 use crate::stage::{PricedMesh, Sequences};
 use ir::cluster::Cluster;
-use ir::training::{TrainingGraph, training_graph};
+use ir::training::{Recompute, TrainingGraph, choose, recompute, training_graph};
 use ir::{Axis, DeviceMesh, Graph, LogicalMesh, Precision, Rank, TrainSpec};
 use std::slice::from_ref;
 
@@ -80,6 +80,23 @@ impl Scene {
         }
     }
 
+    /// The same with another training graph of the model.
+    fn of(&self, training: TrainingGraph) -> Scene {
+        Scene {
+            layers: crate::layers::find_layers(&training, &|_| None),
+            saved: vec![true; training.graph.values().len()],
+            buckets: Buckets::new(&training),
+            of_parameters: crate::pins::whole::made_of_parameters(&training.graph),
+            index: Index::new(&training),
+            roles: self.roles.clone(),
+            mesh: self.mesh.clone(),
+            cluster: self.cluster.clone(),
+            pins: self.pins.clone(),
+            training,
+            train: self.train.clone(),
+        }
+    }
+
     fn setting(&self, batch: u64) -> Setting<'_> {
         Setting {
             training: &self.training,
@@ -139,10 +156,11 @@ fn messages_change_no_path() {
             ..scene.setting(4)
         };
         let sequences = Sequences::new(&scene.layers);
-        let mut prices = Prices::new(keeps.cluster, keeps.mesh, keeps.buckets);
+        let prices = Prices::new(keeps.cluster, keeps.mesh, keeps.buckets);
+        let mut facts = MeshFacts::new(prices, keeps.roles);
         let mut models = |s: &Setting<'_>| -> Vec<LayerModel> {
             let kinds = scene.layers.first.iter();
-            let made = kinds.map(|&l| LayerModel::new(s, &scene.layers, l, &mut prices));
+            let made = kinds.map(|&l| LayerModel::new(s, &scene.layers, l, &mut facts));
             made.map(Result::unwrap).collect()
         };
         let (of_keeps, of_drops) = (models(&keeps), models(&drops));
@@ -169,6 +187,57 @@ fn messages_change_no_path() {
     assert!(n_widened > 0);
 }
 
+/// A model with the groups of parameters that models of other microbatches and of other choices of what
+/// is recomputed were made with is the one that would be made without them.
+#[test]
+fn facts_of_a_mesh_hold_for_every_microbatch_and_variant() {
+    for axes in [[2, 2], [1, 8]] {
+        let scene = Scene::gpt2(3, 512, 256, &axes);
+        let chosen = choose(&scene.training, Recompute::Full, &|_| None);
+        let twins = scene.of(recompute(&scene.training, &chosen).unwrap());
+        fn fresh<'s>(s: &Setting<'s>) -> MeshFacts<'s> {
+            MeshFacts::new(Prices::new(s.cluster, s.mesh, s.buckets), s.roles)
+        }
+        let mut shared = fresh(&scene.setting(8));
+        for scene in [&scene, &twins] {
+            for batch in [8, 4, 1] {
+                let s = scene.setting(batch);
+                for &layer in &scene.layers.first {
+                    let model = |facts: &mut MeshFacts<'_>| {
+                        LayerModel::new(&s, &scene.layers, layer, facts).unwrap()
+                    };
+                    let (own, again) = (model(&mut fresh(&s)), model(&mut shared));
+                    assert_eq!(own.n_choices(), again.n_choices());
+                    for (a, b) in own.groups.iter().zip(&again.groups) {
+                        assert_eq!(a.ops, b.ops);
+                        assert_eq!(a.choices.len(), b.choices.len());
+                        for (a, b) in a.choices.iter().zip(&b.choices) {
+                            let parts = |c: &Choice| {
+                                let of =
+                                    |p: &crate::groups::Part| (p.strategy.clone(), p.specs.clone());
+                                c.ops.iter().map(|p| of(p)).collect::<Vec<_>>()
+                            };
+                            assert_eq!(parts(a), parts(b));
+                            let figures = |c: &Choice| {
+                                let bytes = [c.static_bytes, c.saved_bytes, c.recomputed_bytes];
+                                (c.time, bytes, c.levels)
+                            };
+                            assert_eq!(figures(a), figures(b));
+                        }
+                    }
+                    assert_eq!(own.edges(Weights::free(4)), again.edges(Weights::free(4)));
+                }
+            }
+        }
+        // Six models of each kind took their parameters' groups from the first.
+        let of_first = scene.layers.first.iter();
+        let s = scene.setting(8);
+        let all = of_first.flat_map(|l| members(&s, &scene.layers.ops[l.index()]));
+        let n_parameters = all.filter(|members| members.is_parameter).count();
+        assert_eq!(shared.n_parameters(), n_parameters);
+    }
+}
+
 #[test]
 fn a_folded_stage_of_gpt2_costs_what_the_unfolded_one_does() {
     for axes in [[1, 2], [2, 2], [1, 8]] {
@@ -180,11 +249,11 @@ fn a_folded_stage_of_gpt2_costs_what_the_unfolded_one_does() {
             [0, 1, 1, 1, 1, 2],
             "equal layers are found equal"
         );
-        let mut prices = Prices::new(s.cluster, s.mesh, s.buckets);
+        let mut facts = MeshFacts::new(Prices::new(s.cluster, s.mesh, s.buckets), s.roles);
         let models: Vec<LayerModel> = layers
             .first
             .iter()
-            .map(|&l| LayerModel::new(&s, layers, l, &mut prices).unwrap())
+            .map(|&l| LayerModel::new(&s, layers, l, &mut facts).unwrap())
             .collect();
         // Whole models, layers in the middle, and one that needs its own first layer.
         for range in [0..6, 1..5, 2..6, 0..2] {
@@ -196,7 +265,7 @@ fn a_folded_stage_of_gpt2_costs_what_the_unfolded_one_does() {
                 kind: vec![0, 1],
                 first: vec![LayerId::new(0)],
             };
-            let whole = LayerModel::new(&s, &one, LayerId::new(0), &mut prices).unwrap();
+            let whole = LayerModel::new(&s, &one, LayerId::new(0), &mut facts).unwrap();
             let own: usize = layers.kind[range.clone()]
                 .iter()
                 .map(|&k| models[k].n_own)
@@ -477,8 +546,8 @@ fn a_block_costs_the_sum_of_its_kernels_and_two_all_reduces() {
     let (b, seq, h) = (2.0, 1024.0, 2048.0);
     let scene = Scene::gpt2(1, 2048, 1024, &[1, 8]);
     let s = scene.setting(2);
-    let mut prices = Prices::new(s.cluster, s.mesh, s.buckets);
-    let model = LayerModel::new(&s, &scene.layers, LayerId::new(1), &mut prices).unwrap();
+    let mut facts = MeshFacts::new(Prices::new(s.cluster, s.mesh, s.buckets), s.roles);
+    let model = LayerModel::new(&s, &scene.layers, LayerId::new(1), &mut facts).unwrap();
     let graph = &scene.training.graph;
     let choice: Vec<u32> = model
         .groups
@@ -595,11 +664,11 @@ fn what_fits_costs_no_less_than_the_bound_at_prices() {
     let scene = Scene::gpt2(2, 256, 64, &[1, 4]);
     let s = scene.setting(4);
     let (layers, [base, ..]) = (&scene.layers, weights());
-    let mut prices = Prices::new(s.cluster, s.mesh, s.buckets);
+    let mut facts = MeshFacts::new(Prices::new(s.cluster, s.mesh, s.buckets), s.roles);
     let models: Vec<LayerModel> = layers
         .first
         .iter()
-        .map(|&l| LayerModel::new(&s, layers, l, &mut prices).unwrap())
+        .map(|&l| LayerModel::new(&s, layers, l, &mut facts).unwrap())
         .collect();
     let weighted: Vec<WeightedLayer<'_>> =
         models.iter().map(|m| m.weighted(base).unwrap()).collect();
@@ -683,7 +752,8 @@ fn levels_leave_what_pins_leave() {
                 ..scene.setting(8)
             };
             let all = scene.layers.ops.iter();
-            all.flat_map(|ops| make_groups(&setting, ops)).collect()
+            let all = all.flat_map(|ops| members(&setting, ops));
+            all.map(|members| members.group(&setting)).collect()
         };
         let free = of_layer(&scene, None);
         for level in 0..=3 {
@@ -735,7 +805,7 @@ fn layers_cost_at_a_level_what_they_cost_where_it_is_pinned() {
                 pins: &pins,
                 ..scene.setting(8)
             };
-            let mut prices = Prices::new(s.cluster, s.mesh, s.buckets);
+            let mut facts = MeshFacts::new(Prices::new(s.cluster, s.mesh, s.buckets), s.roles);
             let assumed = Assumed {
                 level,
                 ..base.assumed
@@ -744,7 +814,7 @@ fn layers_cost_at_a_level_what_they_cost_where_it_is_pinned() {
             let kinds = scene.layers.first.iter();
             kinds
                 .map(|&l| {
-                    let model = LayerModel::new(&s, &scene.layers, l, &mut prices).unwrap();
+                    let model = LayerModel::new(&s, &scene.layers, l, &mut facts).unwrap();
                     let weighted = model.weighted(weights).unwrap();
                     PricedMesh::new(&[weighted], weights).objective(&[0])
                 })

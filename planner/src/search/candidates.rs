@@ -6,7 +6,7 @@
 //! prices are stages whose first layers take the one and whose others take the other
 //! ([`super::mixes`]).
 //!
-//! Prices of a mesh's layout changes are kept for the next microbatch size.
+//! What holds on a mesh for every microbatch size is kept for the next one.
 
 use super::bounds::{Bounds, Priced};
 use super::chosen::ShapeModels;
@@ -15,7 +15,10 @@ use super::scale::{self, MEMORY_PRICES};
 use super::{Search, Shape};
 use crate::PlanError;
 use crate::groups::Setting;
-use crate::layer_model::{Assumed, LayerCost, LayerModel, ModelError, WeightedLayer, Weights};
+use crate::layer_model::{
+    Assumed, LayerCost, LayerModel, MeshFacts, ModelError, WeightedLayer, Weights,
+};
+use crate::pins::AxisRole;
 use crate::prices::Prices;
 use crate::stage::{PricedMesh, StagePath};
 use intra_op::eliminate::Eliminator;
@@ -118,12 +121,7 @@ impl<'a> Search<'a> {
         m: u32,
         reserve: u64,
     ) -> Result<Candidate, ModelError> {
-        // Where the pins leave one mesh and one microbatch size, the plan is of these models.
-        let is_only = self.pins.fixes_mesh() && self.pins.microbatch.is_some();
-        let models = match is_only {
-            true => self.kept_models(index, shape, batch)?,
-            false => self.made_models(shape, batch)?,
-        };
+        let models = self.kept_models(index, shape, batch)?;
         let assumed = Assumed::default();
         self.candidate_of(models, (index, shape), batch, m, reserve, assumed)
     }
@@ -425,12 +423,12 @@ impl<'a> Search<'a> {
 
     /// The models of all kinds of layers.
     pub(super) fn models(&self, s: &Setting<'_>) -> Result<Vec<LayerModel>, ModelError> {
-        let mut prices = self.prices_of(s.mesh);
+        let mut known = self.known_of(s.mesh, s.roles);
         let kinds = self.variants[0].layers.first.iter();
         let layers = &self.variants[0].layers;
-        let models = kinds.map(|&l| LayerModel::new(s, layers, l, &mut prices));
+        let models = kinds.map(|&l| LayerModel::new(s, layers, l, &mut known));
         let models = models.collect::<Result<Vec<_>, _>>();
-        self.known_prices().push(prices);
+        self.all_known().push(known);
         let models = models?;
         for model in models.iter() {
             for (sum, n) in self.choices.iter().zip(model.n_choices()) {
@@ -445,32 +443,35 @@ impl<'a> Search<'a> {
         let Some(first) = settings.first() else {
             return Ok(Vec::new());
         };
-        let mut prices = self.prices_of(first.mesh);
+        let mut known = self.known_of(first.mesh, first.roles);
         let others = self.variants.iter().zip(settings).skip(1);
         let models = others.map(|(variant, s)| {
             let kinds = variant.layers.first.iter().enumerate();
             let models = kinds.map(|(kind, &l)| match variant.differs[kind] {
-                true => LayerModel::new(s, &variant.layers, l, &mut prices).map(Some),
+                true => LayerModel::new(s, &variant.layers, l, &mut known).map(Some),
                 false => Ok(None),
             });
             models.collect::<Result<Vec<_>, _>>()
         });
         let models = models.collect::<Result<Vec<_>, _>>();
-        self.known_prices().push(prices);
+        self.all_known().push(known);
         models
     }
 
-    fn known_prices(&self) -> std::sync::MutexGuard<'_, Vec<Prices<'a>>> {
+    fn all_known(&self) -> std::sync::MutexGuard<'_, Vec<MeshFacts<'a>>> {
         // They are put back whole or not at all, so a panic elsewhere does not spoil them.
-        self.prices.lock().unwrap_or_else(PoisonError::into_inner)
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The prices of a mesh that were worked out last, or new ones.
-    fn prices_of(&self, mesh: &LogicalMesh) -> Prices<'a> {
-        let mut known = self.known_prices();
-        match known.iter().position(|p| p.mesh() == mesh) {
-            Some(i) => known.swap_remove(i),
-            None => Prices::new(self.seen_by(mesh), mesh, &self.variants[0].buckets),
+    /// What was found out about a mesh last, or nothing.
+    fn known_of(&self, mesh: &LogicalMesh, roles: &[AxisRole]) -> MeshFacts<'a> {
+        let mut all = self.all_known();
+        match all.iter().position(|known| known.is_of(mesh, roles)) {
+            Some(i) => all.swap_remove(i),
+            None => {
+                let buckets = &self.variants[0].buckets;
+                MeshFacts::new(Prices::new(self.seen_by(mesh), mesh, buckets), roles)
+            }
         }
     }
 }

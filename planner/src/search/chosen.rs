@@ -1,9 +1,9 @@
 //! A chosen pipeline's plan. Stages of one shape, price and sequence of layer kinds are solved
 //! once, however many there are.
 //!
-//! The models of a shape are made anew, once: those of the candidates were dropped with their
-//! microbatch size, because a free search has too many of them to keep. Where the pins leave one
-//! shape for one microbatch size, they were kept ([`Search::kept`]).
+//! The models of a shape are those of the candidates where these were kept: of shapes that a found
+//! pipeline is made of, and of shapes of the whole cluster, which are looked at again
+//! ([`super::hiding`]). A free search has too many of them to keep all.
 
 use super::candidates::{Models, Weighted};
 use super::mixes::Rungs;
@@ -12,7 +12,7 @@ use super::{Pipeline, Search, Shape, no_strategy, refer, scale, weigh_all};
 use crate::PlanError;
 use crate::assemble::{ChosenLayer, ChosenStage, add_stage};
 use crate::groups::Phases;
-use crate::inter_op::{PipelineCost, StageChoice};
+use crate::inter_op::{PipelineChoice, PipelineCost, StageChoice};
 use crate::interleave::{Meshes, cost_of_times};
 use crate::layer_model::{Assumed, LayerCost, LayerModel, ModelError, Weights};
 use crate::refine::{Refined, Stage, proved, refine};
@@ -90,6 +90,11 @@ fn tag(stage: &StageChoice) -> (usize, Rungs) {
     Rungs::of_tag(stage.tag)
 }
 
+/// Numbers of the shapes that a pipeline is made of.
+pub(super) fn shapes_of(choice: &PipelineChoice) -> impl Iterator<Item = usize> {
+    choice.stages.iter().map(|stage| tag(stage).0)
+}
+
 /// Whether a cost that no choices of one stage can beat is one for another, which has the same
 /// layers and no more room.
 fn holds_for(one: &Question, other: &Question) -> bool {
@@ -108,8 +113,30 @@ impl Search<'_> {
         made.clone()
     }
 
+    /// Forgets models, but for those of microbatch sizes and shapes that stay.
+    pub(super) fn forget_models(&self, stays: impl Fn(u64, usize) -> bool) {
+        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.retain(|&(batch, index), _| stays(batch, index));
+    }
+
+    /// Forgets the models of a microbatch size for which these pipelines were found, but for those of
+    /// shapes that they are made of and of shapes that [`hiding`](Self::hiding) looks at again.
+    pub(super) fn forget_others<'c>(
+        &self,
+        batch: u64,
+        shapes: &[Shape],
+        found: impl Iterator<Item = &'c PipelineChoice>,
+    ) {
+        let used: BTreeSet<usize> = found.flat_map(shapes_of).collect();
+        let whole = self.hiding_submesh();
+        self.forget_models(|of, index| {
+            let is_whole = |shape: &Shape| whole == Some(shape.submesh);
+            of != batch || used.contains(&index) || shapes.get(index).is_none_or(is_whole)
+        });
+    }
+
     /// The models of a shape, made anew.
-    pub(super) fn made_models(&self, shape: &Shape, batch: u64) -> MadeModels {
+    fn made_models(&self, shape: &Shape, batch: u64) -> MadeModels {
         Ok(Arc::new(ShapeModels {
             first: self.models(&self.setting(shape, batch))?,
             others: OnceLock::new(),

@@ -174,6 +174,10 @@ impl Search<'_> {
             let near = (plain * NEAR).min(self.held_back_s(solved.least_ring_s()));
             let to_beat = to_beat.interleaved.min(near);
             self.interleave(&mut solved, submesh, &usable, batch, m, reserve, to_beat);
+            let rings = solved.interleaved.iter().map(|(_, choice)| choice);
+            let found = best.iter().map(|(_, choice)| choice).chain(rings);
+            drop(usable);
+            self.forget_others(batch, &shapes, found);
         }
         if unpriced {
             // A shape that could not be priced might be better than all that were.

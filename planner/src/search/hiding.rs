@@ -37,6 +37,11 @@ const MUCH: f64 = 0.6;
 /// ZeRO-3 of Llama 70B on 512 H100s by the simulator: 1% at 0.37 times the kernels, 6% at 0.59
 /// times, 17% at 0.92 times.
 const SHOWN: f64 = 0.2;
+/// The least that a pipeline takes beside its traffic, of what it is charged where most or half of that
+/// is assumed to hide: just below the least of `(1 + SHOWN r^3) / (1 + (1 - hidden) r)`, where traffic
+/// takes r times as long as kernels. What is charged more than it may then cost is not priced.
+const LEAST_OF_MOST: f64 = 0.99;
+const LEAST_OF_HALF: f64 = 0.78;
 /// The ZeRO levels at which the fastest is simulated once more: below them nothing moves in the
 /// microbatches.
 pub(super) const LEVELS: [u8; 2] = [2, 3];
@@ -60,15 +65,7 @@ impl Search<'_> {
         reserve: u64,
         to_beat: f64,
     ) -> Vec<Pipeline> {
-        let may_be = !self.without_hiding
-            && self.pins.pipeline.is_none_or(|p| p == 1)
-            && schedule.virtual_stages() == 1
-            && !schedule.schedule().is_asynchronous()
-            && self.cluster.pool.is_none()
-            && self.cluster.n_devices() > 1;
-        let n = self.cluster.n_devices();
-        let whole = self.submeshes.iter().position(|s| s.n_devices == n);
-        let Some(whole) = whole.filter(|_| may_be) else {
+        let Some(whole) = self.hiding_submesh() else {
             return Vec::new();
         };
         let cost = |p: &Pipeline| p.choice.cost.total_s;
@@ -107,6 +104,20 @@ impl Search<'_> {
         }
         found.extend(self.whole_beside(&found, whole, schedule, reserve));
         found
+    }
+
+    /// The submesh of all devices, where pipelines of one stage over it are looked for.
+    pub(super) fn hiding_submesh(&self) -> Option<usize> {
+        let schedule = self.pins.schedule_kind().schedule();
+        let n = self.cluster.n_devices();
+        let may_be = !self.without_hiding
+            && self.pins.pipeline.is_none_or(|p| p == 1)
+            && schedule.virtual_stages() == 1
+            && !schedule.is_asynchronous()
+            && self.cluster.pool.is_none()
+            && n > 1;
+        let whole = self.submeshes.iter().position(|s| s.n_devices == n);
+        whole.filter(|_| may_be)
     }
 
     /// Pipelines of few microbatches whose parameters are whole in them, if those of `found` may be
@@ -168,10 +179,10 @@ impl Search<'_> {
         let own = shapes.filter(|(_, s)| s.submesh == whole && s.is_wide == over.is_wide);
         let own: Vec<(usize, Shape)> = own.collect();
         let made = own.par_iter().flat_map_iter(|(index, shape)| {
-            let Ok(models) = self.made_models(shape, batch) else {
+            let Ok(models) = self.kept_models(*index, shape, batch) else {
                 return Vec::new();
             };
-            let at = |hidden: f64| -> Option<(Pipeline, Beside)> {
+            let at = |(hidden, least): (f64, f64)| -> Option<(Pipeline, Beside)> {
                 let (models, assumed) = (
                     Arc::clone(&models),
                     Assumed {
@@ -182,16 +193,9 @@ impl Search<'_> {
                 );
                 let made = self.candidate_of(models, (*index, shape), batch, m, reserve, assumed);
                 let (of, one) = ([made.ok()?], Some(1));
-                let bounded = self.solve_over(
-                    &[whole],
-                    &of,
-                    batch,
-                    m,
-                    schedule,
-                    reserve,
-                    one,
-                    f64::INFINITY,
-                );
+                let charged_s = to_beat / least;
+                let bounded =
+                    self.solve_over(&[whole], &of, batch, m, schedule, reserve, one, charged_s);
                 let mut pipeline = Pipeline {
                     batch,
                     m,
@@ -204,9 +208,10 @@ impl Search<'_> {
                 pipeline.choice.cost.total_s = beside.total_s;
                 Some((pipeline, beside))
             };
-            let first = at(MOST_HIDDEN);
+            let first = at((MOST_HIDDEN, LEAST_OF_MOST));
             let is_much = first.as_ref().is_some_and(|(_, beside)| beside.is_much);
-            let second = is_much.then(|| at(HALF_HIDDEN)).flatten();
+            let half = (HALF_HIDDEN, LEAST_OF_HALF);
+            let second = is_much.then(|| at(half)).flatten();
             let same = |a: &Pipeline, b: &Pipeline| {
                 let tag = |p: &Pipeline| p.choice.stages.first().map(|s| s.tag);
                 tag(a) == tag(b) && a.choice.cost == b.choice.cost

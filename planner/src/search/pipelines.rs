@@ -4,6 +4,7 @@
 //! next. What is found and its bound do not depend on which is ready first.
 
 use super::bounds::rounds;
+use super::chosen::shapes_of;
 use super::larger::{Larger, LeastTimes};
 use super::mixes::Rungs;
 use super::simple::Likeness;
@@ -36,8 +37,9 @@ const NEAR_IN_A_SMALL_ONE: f64 = 1.15;
 const SIMULATED_IN_A_SMALL_ONE: usize = 12;
 /// Microbatch sizes that are solved at once, before what they give holds back the next ones.
 const BATCHES_AT_ONCE: usize = 2;
-/// Devices for a sample of a microbatch, of which many a plan has about so many.
-const LIKELY_DEVICES: u32 = 16;
+/// Bytes of all devices for each parameter and each sample of a likely microbatch. The best plans of the
+/// cases that planning is timed on have 1 to 50, most of them 5 to 11.
+const LIKELY_BYTES: f64 = 4.0;
 /// The same where submeshes of several sizes are mixed, which nothing holds back.
 const MIXED_AT_ONCE: usize = 8;
 /// Layers times devices up to which stages may have submeshes of different sizes; above,
@@ -138,7 +140,7 @@ impl Search<'_> {
         let mut order = descending.clone();
         // Likely ones come before all: what is found there holds back the others.
         if !self.mixes_submeshes() {
-            let likely = u64::from(self.cluster.n_devices() / LIKELY_DEVICES);
+            let likely = self.likely_batch();
             let first = order.partition_point(|&b| b > likely);
             let first = first.min(order.len().saturating_sub(at_once));
             let n = at_once.min(order.len());
@@ -205,10 +207,23 @@ impl Search<'_> {
         plain.extend(interleaved);
         let to_beat = to_beat.min(self.to_beat * NEAR);
         plain.extend(self.hiding(&descending, schedule, reserve, to_beat));
+        let used = plain
+            .iter()
+            .flat_map(|p| shapes_of(&p.choice).map(|shape| (p.batch, shape)));
+        let used: BTreeSet<(u64, usize)> = used.collect();
+        self.forget_models(|batch, shape| used.contains(&(batch, shape)));
         if plain.is_empty() {
             return Err(nearest.unwrap_or(PlanError::Input("no microbatch size to try".into())));
         }
         Ok((plain, bound))
+    }
+
+    /// Samples of a microbatch that many a plan has: as many as replicas of the model would fit, about.
+    fn likely_batch(&self) -> u64 {
+        let n_devices = f64::from(self.cluster.n_devices());
+        let bytes = n_devices * self.bytes_of(self.cluster) as f64;
+        let n_parameters = self.variants[0].buckets.n_elements().max(1) as f64;
+        (bytes / (LIKELY_BYTES * n_parameters)) as u64
     }
 
     /// How far the search is, after the first of the microbatch sizes were searched.
@@ -412,6 +427,8 @@ impl Search<'_> {
                 }
             }
         }
+        let rings = solved.interleaved.iter().map(|(_, choice)| choice);
+        self.forget_others(batch, &shapes, solved.found.iter().chain(rings));
         solved
     }
 

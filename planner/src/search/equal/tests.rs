@@ -97,7 +97,7 @@ impl Case {
             sequences: sequences(&self.variants[0].layers, &self.pins).unwrap(),
             submeshes: &self.submeshes,
             boundary: boundary(&self.variants[0].training.graph),
-            prices: Mutex::new(Vec::new()),
+            known: Mutex::new(Vec::new()),
             kept: Mutex::default(),
             choices: Default::default(),
             effort: self.effort,
