@@ -39,7 +39,9 @@ use ir::program::{
 };
 use ir::reshard::LayoutStep;
 use ir::{BufferId, StageId, TemplateId};
+use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Bytes beyond which an arena is an error; leaves room for sums.
@@ -308,6 +310,7 @@ struct Interval {
 fn place_transient(program: &mut RoleProgram, base: u64, room: Room) -> Result<u64, LowerError> {
     debug_assert_eq!(base % ARENA_ALIGN, 0);
     let mut arena = base;
+    let mut fits = Fits::default();
     for t in 0..program.templates.len() {
         if program.templates[t].kind == TemplateKind::Exchange {
             continue;
@@ -315,11 +318,12 @@ fn place_transient(program: &mut RoleProgram, base: u64, room: Room) -> Result<u
         let mut placed = None;
         if base < room.bytes && has_collectives(program, t) {
             if room.gathers_ahead {
-                placed = with_gathers_ahead(program, t, base, room.bytes);
+                placed = with_gathers_ahead(program, t, base, room.bytes, &mut fits);
             }
-            placed = placed.or_else(|| with_room(program, t, base, room.bytes));
+            placed = placed.or_else(|| with_room(program, t, base, room.bytes, &mut fits));
         }
-        for interval in placed.unwrap_or_else(|| first_fit(intervals(program, t), base)) {
+        let placed = placed.unwrap_or_else(|| fits.first_fit(intervals(program, t), base));
+        for interval in placed {
             let b = &mut program.buffers[interval.buffer.index()];
             b.offset = interval.offset;
             arena = arena.max(end(interval.offset, interval.bytes, b, program.stage)?);
@@ -335,10 +339,11 @@ fn with_gathers_ahead(
     template: usize,
     base: u64,
     budget: u64,
+    known: &mut Fits,
 ) -> Option<Vec<Interval>> {
     let ahead = gathers_ahead(program, template)?;
     let before = std::mem::replace(&mut program.templates[template].instructions, ahead);
-    let placed = with_room(program, template, base, budget);
+    let placed = with_room(program, template, base, budget, known);
     if placed.is_none() {
         program.templates[template].instructions = before;
     }
@@ -352,6 +357,7 @@ fn with_room(
     template: usize,
     base: u64,
     budget: u64,
+    known: &mut Fits,
 ) -> Option<Vec<Interval>> {
     let meetings = meetings(program, template);
     let close = intervals(program, template);
@@ -359,8 +365,8 @@ fn with_room(
     let early = early_results(program, template, &meetings, kept.clone());
     // What is more than the budget at some moment needs no places to be known too large.
     let may_fit = |all: &Vec<Interval>| base.saturating_add(most_at_once(all)) <= budget;
-    let fits = |intervals: Vec<Interval>| {
-        let placed = may_fit(&intervals).then(|| first_fit(intervals, base))?;
+    let mut fits = |intervals: Vec<Interval>| {
+        let placed = may_fit(&intervals).then(|| known.first_fit(intervals, base))?;
         Some(placed).filter(|p| end_of(p) <= budget)
     };
     fits(early).or_else(|| fits(kept))
@@ -523,8 +529,48 @@ fn travels(item: &CollectiveItem) -> bool {
     matches!(item.step, LayoutStep::Shift { turns: 1.., .. })
 }
 
-fn first_fit(mut intervals: Vec<Interval>, base: u64) -> Vec<Interval> {
-    intervals.sort_by_key(|i| (std::cmp::Reverse(i.bytes), i.first, i.buffer));
+/// Places that were found for the templates of a role. Those of equal layers ask for the same, and
+/// where the base lies changes nothing.
+#[derive(Default)]
+struct Fits {
+    /// By bytes, first and last instruction of the intervals in their order: the offsets from the base.
+    known: FxHashMap<Vec<(u64, usize, usize)>, Vec<u64>>,
+}
+
+impl Fits {
+    /// The intervals with their places, largest first: each at the lowest offset that is free.
+    fn first_fit(&mut self, intervals: Vec<Interval>, base: u64) -> Vec<Interval> {
+        let mut intervals = largest_first(intervals);
+        let question = intervals.iter().map(|i| (i.bytes, i.first, i.last));
+        match self.known.entry(question.collect()) {
+            Entry::Occupied(known) => {
+                let offsets = intervals.iter_mut().zip(known.get());
+                offsets.for_each(|(i, offset)| i.offset = base.saturating_add(*offset));
+                intervals
+            }
+            Entry::Vacant(new) => {
+                let placed = first_fit(intervals, base);
+                new.insert(placed.iter().map(|i| i.offset - base).collect());
+                placed
+            }
+        }
+    }
+}
+
+/// Intervals by size; of equal ones the earlier first.
+fn largest_first(intervals: Vec<Interval>) -> Vec<Interval> {
+    // One number each, which sorts faster than three.
+    let order = intervals.iter().enumerate().map(|(at, i)| {
+        let place = (i.first as u64) << 32 | u64::from(i.buffer.0);
+        (u128::from(!i.bytes) << 64 | u128::from(place), at)
+    });
+    let mut order: Vec<(u128, usize)> = order.collect();
+    order.sort_unstable();
+    order.into_iter().map(|(_, at)| intervals[at]).collect()
+}
+
+/// The same, of intervals in their order.
+fn first_fit(intervals: Vec<Interval>, base: u64) -> Vec<Interval> {
     let mut placed = Placed::until(intervals.iter().map(|i| i.last).max().unwrap_or(0));
     for mut new in intervals {
         new.offset = placed.lowest(&new, base);
@@ -646,7 +692,7 @@ mod tests {
                 alive.map(|i| i.bytes).sum::<u64>()
             };
             assert_eq!((0..800).map(alive_at).max(), Some(most));
-            let placed = first_fit(all, 512);
+            let placed = Fits::default().first_fit(all, 512);
             assert!(end_of(&placed) >= 512 + most);
             for (i, new) in placed.iter().enumerate() {
                 let alive = |old: &&Interval| old.first <= new.last && new.first <= old.last;
@@ -667,7 +713,8 @@ mod tests {
             last,
             offset: 0,
         };
-        let placed = first_fit(
+        let mut fits = Fits::default();
+        let placed = fits.first_fit(
             vec![
                 i(0, 256, 0, 1),
                 i(1, 512, 1, 2),
@@ -682,5 +729,17 @@ mod tests {
             offsets,
             BTreeMap::from([(3, 1024), (1, 1024), (2, 1024 + 768), (0, 1024 + 512)])
         );
+        // The same question from another base, of other buffers.
+        let others = placed
+            .iter()
+            .map(|p| i(p.buffer.0 + 10, p.bytes, p.first, p.last));
+        let again = fits.first_fit(others.collect(), 256);
+        assert_eq!(fits.known.len(), 1);
+        for (a, b) in placed.iter().zip(&again) {
+            assert_eq!(
+                (a.buffer.0 + 10, a.offset - 1024),
+                (b.buffer.0, b.offset - 256)
+            );
+        }
     }
 }
