@@ -44,11 +44,16 @@ fn send(name: &str, id: u32) {
         .status();
 }
 
-/// The process that a run has started, as soon as it is there.
+/// The process that a run has started, as soon as it is there. Before it is a program of its own it is
+/// none yet: who stops it then holds up the one that starts it for good.
 fn second_of(place: &Place, run: &Running) -> u32 {
+    let is_one = |id: &u32| {
+        let line = std::fs::read(format!("/proc/{id}/cmdline")).unwrap_or_default();
+        String::from_utf8_lossy(&line).contains("--as-process")
+    };
     wait_for("a second process", || {
         let mut all = processes_of(place, "run.json").into_iter();
-        all.find(|id| *id != run.id())
+        all.find(|id| *id != run.id() && is_one(id))
     })
 }
 
