@@ -8,7 +8,7 @@ use signal_hook::iterator::Signals;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 /// How far apart two interrupts are at least.
@@ -45,30 +45,13 @@ fn no_handler(e: impl std::fmt::Display) -> Failure {
     Failure::new(Exit::Internal, format!("cannot wait for interrupts: {e}"))
 }
 
-/// Returns a flag that the first interrupt (or request to terminate) sets, printing `doing`; the
-/// second one ends the process. A process can call this once.
+/// Returns a flag that the first interrupt sets, printing `doing`; the second one ends the process.
+/// A process can call this once.
 pub fn flag(doing: &'static str) -> Result<Arc<AtomicBool>, Failure> {
-    let flag = Arc::new(AtomicBool::new(false));
-    let set = Arc::clone(&flag);
-    let first = OnceLock::new();
-    let handler = move || {
-        set.store(true, Ordering::Relaxed);
-        let now = Instant::now();
-        let since = now - *first.get_or_init(|| now);
-        if !since.is_zero() {
-            if since < SAME {
-                return;
-            }
-            runtime::files::remove_unfinished();
-            std::process::exit(Exit::Interrupted as i32);
-        }
-        crate::say(format_args!("{}", ending(doing)));
-    };
-    ctrlc::set_handler(handler).map_err(no_handler)?;
-    Ok(flag)
+    Interrupts::watch_in(Phase::Ends(doing)).map(|interrupts| Arc::clone(&interrupts.0.is_asked))
 }
 
-/// The signals that are interrupts of a run.
+/// The signals that are interrupts.
 pub const INTERRUPTS: [i32; 4] = [SIGINT, SIGTERM, SIGHUP, SIGUSR1];
 
 /// Those of them that this process heeds.
@@ -112,8 +95,31 @@ pub struct Interrupts(Arc<Heeded>);
 struct Heeded {
     phase: Mutex<Phase>,
     is_asked: Arc<AtomicBool>,
-    /// Folders that the run has made, which go with it while they are empty.
-    made: Mutex<Vec<PathBuf>>,
+    /// In the order in which it was made.
+    made: Mutex<Vec<Made>>,
+}
+
+/// Something that a run has made, and is to leave no trace of where it comes to nothing.
+pub enum Made {
+    /// A folder, which goes with the run while it is empty.
+    Folder(PathBuf),
+    /// A file that was not there. It goes where the run is interrupted before it has begun.
+    File(PathBuf),
+    /// A file that was there, and what was in it, which comes back then.
+    Replaced(PathBuf, Vec<u8>),
+}
+
+impl Made {
+    fn undo(self) {
+        // What cannot be undone stays.
+        let _ = match self {
+            Made::Folder(path) => std::fs::remove_dir(path),
+            Made::File(path) => std::fs::remove_file(path),
+            Made::Replaced(path, before) => {
+                crate::outputs::write_atomic(&path, &before).map_err(std::io::Error::other)
+            }
+        };
+    }
 }
 
 /// How far a run has come, as far as interrupts go.
@@ -133,9 +139,13 @@ impl Interrupts {
     /// Waits for interrupts from now on. Until the run has come further, one ends it at once; a
     /// process that `says` so is one that speaks for the run.
     pub fn watch(says: Option<Early>) -> Result<Self, Failure> {
+        Self::watch_in(Phase::Begins(says))
+    }
+
+    fn watch_in(phase: Phase) -> Result<Self, Failure> {
         let mut signals = Signals::new(heeded()).map_err(no_handler)?;
         let interrupts = Interrupts(Arc::new(Heeded {
-            phase: Mutex::new(Phase::Begins(says)),
+            phase: Mutex::new(phase),
             is_asked: Arc::default(),
             made: Mutex::default(),
         }));
@@ -157,7 +167,12 @@ impl Interrupts {
             true => None,
             false => first.replace(first.unwrap_or(now)),
         };
-        let phase = *lock(&self.0.phase);
+        let locked = lock(&self.0.phase);
+        let phase = *locked;
+        // A run that ends at once comes no further meanwhile.
+        if !matches!(phase, Phase::Begins(_)) {
+            drop(locked);
+        }
         match (phase, since) {
             (Phase::Begins(says), _) => {
                 if let Some(early) = says.filter(|early| !(early.is_kept && is_warning)) {
@@ -180,8 +195,21 @@ impl Interrupts {
     }
 
     fn end_at_once(&self) -> ! {
+        // Something may be on its way to be made, but not for ever, as on a disk that hangs; and
+        // nothing is made any more after that.
+        let until = Instant::now() + TO_SAY;
+        let mut made = loop {
+            match self.0.made.try_lock() {
+                Ok(made) => break Some(made),
+                Err(TryLockError::Poisoned(e)) => break Some(e.into_inner()),
+                Err(TryLockError::WouldBlock) if Instant::now() >= until => break None,
+                Err(TryLockError::WouldBlock) => std::thread::sleep(LOOK),
+            }
+        };
         runtime::files::remove_unfinished();
-        self.remove_empty();
+        if let Some(made) = &mut made {
+            made.drain(..).rev().for_each(Made::undo);
+        }
         std::process::exit(Exit::Interrupted as i32)
     }
 
@@ -211,22 +239,37 @@ impl Interrupts {
         }
         self.is_asked()
     }
-    /// Notes a folder that is about to be made where it is not there yet, and those above it that
-    /// are not: they go with the run if nothing comes into them.
-    pub fn makes(&self, folder: &Path) {
-        let is_missing = |f: &&Path| !f.as_os_str().is_empty() && !f.exists();
-        let missing: Vec<_> = folder.ancestors().take_while(is_missing).collect();
-        let outer_first = missing.into_iter().rev().map(Path::to_path_buf);
-        lock(&self.0.made).extend(outer_first);
+    /// Makes a folder by `make` where it is not there yet, and those above it that are not: they go
+    /// with the run if nothing comes into them. No interrupt ends this process meanwhile.
+    pub fn makes<T>(&self, folder: &Path, make: impl FnOnce() -> T) -> T {
+        self.making(|made| {
+            let is_missing = |f: &&Path| !f.as_os_str().is_empty() && !f.exists();
+            let missing: Vec<_> = folder.ancestors().take_while(is_missing).collect();
+            let outer_first = missing.into_iter().rev().map(Path::to_path_buf);
+            made.extend(outer_first.map(Made::Folder));
+            make()
+        })
+    }
+    /// Makes something that goes again where the run is interrupted before it has begun. No
+    /// interrupt ends this process between what is made and its note.
+    pub fn making<T>(&self, make: impl FnOnce(&mut Vec<Made>) -> T) -> T {
+        make(&mut lock(&self.0.made))
+    }
+    /// Keeps the files that the run has made, as it has begun. Returns what
+    /// [`Interrupts::take_back`] takes where it comes to nothing all the same.
+    pub fn keep_files(&self) -> Vec<Made> {
+        let mut made = lock(&self.0.made);
+        let is_file = |m: &mut Made| !matches!(m, Made::Folder(_));
+        made.extract_if(.., is_file).collect()
+    }
+    /// Takes back what the run has made, as it has come to nothing.
+    pub fn take_back(&self, files: Vec<Made>) {
+        files.into_iter().rev().for_each(Made::undo);
+        lock(&self.0.made).drain(..).rev().for_each(Made::undo);
     }
     /// Has the folders that the run has made and left empty go when the result does.
     pub fn clear_at_end(&self) -> Clearing {
         Clearing(self.clone())
-    }
-    fn remove_empty(&self) {
-        for folder in lock(&self.0.made).drain(..).rev() {
-            let _ = std::fs::remove_dir(folder);
-        }
     }
 }
 
@@ -235,7 +278,9 @@ pub struct Clearing(Interrupts);
 
 impl Drop for Clearing {
     fn drop(&mut self) {
-        self.0.remove_empty();
+        let made = std::mem::take(&mut *lock(&self.0.0.made)).into_iter().rev();
+        let folders = made.filter(|m| matches!(m, Made::Folder(_)));
+        folders.for_each(Made::undo);
     }
 }
 

@@ -374,6 +374,50 @@ fn an_interrupted_search_gives_the_best_plan_so_far() {
     is_early(&place, &output);
 }
 
+/// A search that `nohup` has started goes on when its terminal is closed; any other one takes what
+/// it has, as by Ctrl-C.
+#[test]
+fn a_hangup_ends_a_search_unless_it_is_ignored() {
+    let place = Place::new();
+    let ignores = |ignores: bool| {
+        let found = search(&place, &["--time-limit", "6"]);
+        let mut command = Command::new("sh");
+        let trap = if ignores { "trap '' HUP; " } else { "" };
+        command
+            .args(["-c", &format!("{trap}exec \"$0\" \"$@\"")])
+            .arg(found.get_program())
+            .args(found.get_args())
+            .current_dir(place.path("."))
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        let begun = Instant::now();
+        let child = command.begin().unwrap();
+        wait_until_it_waits(&child);
+        std::thread::sleep(Duration::from_secs(1));
+        // A second one would end it at once.
+        for _ in 0..2 {
+            let id = child.id().to_string();
+            let sent = Command::new("kill").args(["-HUP", &id]).status();
+            assert!(sent.unwrap().success());
+            if !ignores {
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(700));
+        }
+        let output = child.wait_with_output().unwrap();
+        is_early(&place, &output);
+        (said(&output), begun.elapsed())
+    };
+    let (words, took) = ignores(true);
+    assert!(!words.contains("interrupted"), "{words}");
+    assert!(took >= Duration::from_secs(6), "{took:?}: {words}");
+    let (words, _) = ignores(false);
+    assert!(
+        words.contains("interrupted: taking the best plan"),
+        "{words}"
+    );
+}
+
 #[test]
 fn a_search_takes_the_time_that_it_is_given() {
     let place = Place::new();

@@ -44,11 +44,16 @@ fn send(name: &str, id: u32) {
         .status();
 }
 
-/// The process that a run has started, as soon as it is there.
+/// The process that a run has started, as soon as it is there. Before it is a program of its own it is
+/// none yet: who stops it then holds up the one that starts it for good.
 fn second_of(place: &Place, run: &Running) -> u32 {
+    let is_one = |id: &u32| {
+        let line = std::fs::read(format!("/proc/{id}/cmdline")).unwrap_or_default();
+        String::from_utf8_lossy(&line).contains("--as-process")
+    };
     wait_for("a second process", || {
         let mut all = processes_of(place, "run.json").into_iter();
-        all.find(|id| *id != run.id())
+        all.find(|id| *id != run.id() && is_one(id))
     })
 }
 
@@ -321,4 +326,90 @@ fn an_interrupt_of_all_in_any_phase_has_its_code() {
         nobody_is_left(&place);
         assert!(!place.exists("run.records"), "{}", said(&output));
     }
+}
+
+/// Names and contents of all files of a folder, and `None` for folders in it.
+fn contents(place: &Place, folder: &str) -> Vec<(String, Option<Vec<u8>>)> {
+    let names = place.names_in(folder).into_iter();
+    let content = |name: &str| std::fs::read(place.path(&format!("{folder}/{name}"))).ok();
+    names.map(|name| (name.clone(), content(&name))).collect()
+}
+
+/// An elastic run has a journal and a lock in its folder before its processes have met. Where it is
+/// interrupted until then these go, and those of a run before it come back.
+#[test]
+fn an_elastic_run_that_comes_to_nothing_leaves_nothing() {
+    let place = short_steps();
+    let every = ["--checkpoint-every", "1000"];
+    let run = ["--elastic", "--checkpoint", "a/state", "-o", "run.json"];
+    let run = [&run[..], &every].concat();
+    let journal = || std::fs::read(place.path("a/state/elastic.json")).ok();
+    let is_interrupted = |output: &Output| {
+        let words = said(output);
+        assert_eq!(output.status.code(), Some(130), "{words}");
+        assert!(words.contains("nothing was written"), "{words}");
+        nobody_is_left(&place);
+        words
+    };
+    // Process 0 of a launcher waits for the other one.
+    let launched = |steps: &str, signal: &str| {
+        let journal_before = journal();
+        let child = command(&place, &[&run[..], &["--steps", steps]].concat())
+            .env("TMPDIR", place.path("."))
+            .env_remove("XDG_RUNTIME_DIR")
+            .envs([("RANK", "0"), ("WORLD_SIZE", "2")])
+            .env("LOCAL_WORLD_SIZE", "2")
+            .begin()
+            .unwrap();
+        wait_for("the journal", || {
+            (journal().is_some() && journal() != journal_before).then_some(())
+        });
+        send(signal, child.id());
+        is_interrupted(&child.wait_with_output().unwrap())
+    };
+    let mut before = place.names();
+    let left = || {
+        let mut left = place.names();
+        left.retain(|name| !name.starts_with("meshwright-"));
+        left
+    };
+    for signal in ["-TERM", "-INT", "-USR1"] {
+        let words = launched("100000000", signal);
+        assert_eq!(left(), before, "{signal}: {words}");
+    }
+    // A kept run that starts its processes, at whatever moment before its first step.
+    let mut n_early = 0;
+    for round in 0..6 {
+        let args = [&run[..], &["--steps", "100000000", "--processes=2"]].concat();
+        let child = command(&place, &args).begin().unwrap();
+        wait_for("the journal", || journal().map(|_| ()));
+        std::thread::sleep(Duration::from_millis(3 * round));
+        send("-TERM", child.id());
+        let output = child.wait_with_output().unwrap();
+        let words = said(&output);
+        assert_eq!(output.status.code(), Some(130), "{words}");
+        nobody_is_left(&place);
+        if !place.exists("run.json") {
+            n_early += 1;
+            assert_eq!(left(), before, "{words}");
+        }
+        for name in left().iter().filter(|name| !before.contains(name)) {
+            let path = place.path(name);
+            let _ = std::fs::remove_dir_all(&path).or_else(|_| std::fs::remove_file(&path));
+        }
+    }
+    println!("{n_early} of 6 were interrupted before their first step");
+    // Over a run that is done, with a lock that stays.
+    let done = [&RUN[..], &run, &["--steps", "2", "--processes=2"]].concat();
+    place.run(&done).expect(0);
+    before = left();
+    let of_run = contents(&place, "a/state");
+    for signal in ["-TERM", "-USR1"] {
+        let words = launched("3", signal);
+        assert_eq!(left(), before, "{signal}: {words}");
+        assert!(contents(&place, "a/state") == of_run, "{signal}: {words}");
+    }
+    // It is still the run that it was.
+    let words = place.run(&done).expect(0).err;
+    assert!(words.contains("is done"), "{words}");
 }

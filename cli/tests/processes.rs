@@ -717,6 +717,55 @@ fn processes_that_go_on_in_time_end_no_run() {
     wait_for_none(&place, "stopped.json");
 }
 
+/// All processes of a run are stopped for longer than `--time-out`, as where a container is frozen.
+/// No process has waited for another one meanwhile.
+#[test]
+fn a_run_that_sleeps_longer_than_its_time_out_goes_on() {
+    let place = Place::with_plan();
+    let steps = ["--steps", "100000000", "--processes=2", "-o", "slept.json"];
+    let more = ["--time-out", "4", "--metrics", "m.csv"];
+    let child = command(&place, &[&RUN[..], &steps, &more].concat()).begin();
+    let child = child.unwrap();
+    let rows =
+        || std::fs::read_to_string(place.path("m.csv")).map_or(0, |text| text.lines().count());
+    let wait_for_rows = |n: usize| {
+        let since = Instant::now();
+        while rows() < n {
+            assert!(since.elapsed() < Duration::from_secs(60), "no step is made");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    };
+    wait_for_rows(3);
+    let all: Vec<String> = processes_of(&place, "slept.json")
+        .iter()
+        .map(u32::to_string)
+        .collect();
+    let signal = |name: &str| {
+        let sent = Command::new("kill").arg(name).args(&all).status();
+        assert!(sent.unwrap().success());
+    };
+    // A rank is most likely to wait for another one.
+    for _ in 0..2 {
+        signal("-STOP");
+        std::thread::sleep(Duration::from_secs(6));
+        let before = rows();
+        signal("-CONT");
+        wait_for_rows(before + 5);
+    }
+    let own = child.id().to_string();
+    assert!(
+        Command::new("kill")
+            .args(["-TERM", &own])
+            .status()
+            .unwrap()
+            .success()
+    );
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130), "{}", said(&output));
+    assert!(!said(&output).contains("lost"), "{}", said(&output));
+    wait_for_none(&place, "slept.json");
+}
+
 /// Process 0 is killed while another one that it started has not joined yet, and so has no connection
 /// to it that could end: that one ends all the same, and does not wait for as long as it has to join.
 #[test]

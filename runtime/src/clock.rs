@@ -49,6 +49,40 @@ impl Moment {
     }
 }
 
+/// Time that somebody has to wait, as it sees it pass. Of a pause in which it did not look, as when
+/// its process was stopped or the machine slept, no more counts than [`Patience::PAUSE`]: whoever
+/// is waited for may have slept as well.
+#[derive(Debug)]
+pub(crate) struct Patience {
+    left: Duration,
+    looked: Instant,
+}
+
+impl Patience {
+    /// How often it is to be looked at.
+    pub const LOOK: Duration = Duration::from_millis(250);
+    /// Most that counts from one look to the next: a busy machine may keep a thread waiting, too.
+    const PAUSE: Duration = Duration::from_secs(1);
+
+    /// So much, from now on.
+    pub fn of(time: Duration) -> Self {
+        Patience {
+            left: time,
+            looked: Instant::now(),
+        }
+    }
+    /// The time that is left.
+    pub fn left(&mut self) -> Duration {
+        let now = Instant::now();
+        self.passes(now.saturating_duration_since(self.looked));
+        self.looked = now;
+        self.left
+    }
+    fn passes(&mut self, time: Duration) {
+        self.left = self.left.saturating_sub(time.min(Self::PAUSE));
+    }
+}
+
 /// The time that a thread could have run and had no processor, as Linux counts it.
 #[derive(Debug)]
 pub struct InLine(Option<File>);
@@ -108,6 +142,16 @@ mod tests {
             n = std::hint::black_box(n + 1);
         }
         assert!(began.elapsed().wall_s >= 0.02, "{n}");
+    }
+
+    /// Two processes that sleep for an hour have not waited for each other for an hour.
+    #[test]
+    fn time_in_which_nobody_looked_is_not_waited() {
+        let mut patience = Patience::of(Duration::from_secs(5));
+        patience.passes(Duration::from_secs(3600));
+        assert_eq!(patience.left.as_secs(), 4);
+        (0..16).for_each(|_| patience.passes(Patience::LOOK));
+        assert!(patience.left().is_zero());
     }
 
     /// More threads than processors, all at work: some of them are in line.

@@ -700,6 +700,105 @@ mod tests {
         assert!(n_done < 3 && !value.is_finite());
     }
 
+    /// The end of a session for a reason, with a checkpoint on its way to a folder, and what was
+    /// told.
+    fn ends(
+        folder: &Path,
+        breaks: impl FnOnce(&mut Session),
+        why: RuntimeError,
+    ) -> (RuntimeError, Vec<Progress>, Session) {
+        let (training, spec, vocab) = setup();
+        let dir = tempfile::tempdir().unwrap();
+        let dataset = data(dir.path(), vocab, (0..2000).map(|i| i * i % 7 % vocab));
+        let program = lower(&training, &meshes(), 2, 2, 1);
+        let options = SessionOptions {
+            data: Some(Arc::new(batches(&dataset, &spec, false).unwrap())),
+            ..SessionOptions::default()
+        };
+        let initial = crate::init::from_graph(&training, spec.seed);
+        let mut session = Session::new(&program, &spec, options, initial).unwrap();
+        session.train(0.01, false).unwrap();
+        let mut background = Background::default();
+        let of = ("0", "");
+        background
+            .begin(checkpoint::KEPT, folder, &mut session, of)
+            .unwrap();
+        breaks(&mut session);
+        let mut told = Vec::new();
+        let ended = end_for(why, (&mut session, &mut background), &mut |p| told.push(p));
+        assert!(!background.is_busy());
+        (ended, told, session)
+    }
+
+    fn diverged() -> RuntimeError {
+        RuntimeError::Diverged {
+            step: 1,
+            figure: "validation loss".into(),
+            value: f64::NAN,
+            loss_scale: None,
+            first: None,
+        }
+    }
+
+    /// It is of an earlier step, which was good.
+    #[test]
+    fn a_checkpoint_on_its_way_outlives_the_end_of_a_run() {
+        let differ = RuntimeError::Replicas {
+            step: 1,
+            path: "w".into(),
+            odd: vec![Rank(1)],
+            others: vec![Rank(0)],
+            is_known: false,
+        };
+        for why in [diverged(), differ] {
+            let dir = tempfile::tempdir().unwrap();
+            let words = why.to_string();
+            let (ended, told, mut session) = ends(dir.path(), |_| (), why);
+            assert_eq!(ended.to_string(), words);
+            let [Progress::Checkpoint { step: 1, path }] = &told[..] else {
+                panic!("{told:?}");
+            };
+            assert_eq!(path, &dir.path().join("0001-step-1"));
+            assert_eq!(checkpoint::verify(path).unwrap().step(), 1);
+            // The ranks know why, and play no more.
+            let error = session.train(0.01, false).unwrap_err().to_string();
+            assert!(error.contains(&words), "{error}");
+        }
+    }
+
+    /// One that cannot be made is said, and changes neither the reason nor what was there before.
+    /// Where the ranks have ended already nothing is said of it.
+    #[test]
+    fn a_checkpoint_that_fails_changes_no_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join("state");
+        let names = || -> Vec<_> {
+            let all = std::fs::read_dir(&folder).into_iter().flatten();
+            all.map(|e| e.unwrap().file_name()).collect()
+        };
+        // Its folder goes while the ranks write to it.
+        let goes = |_: &mut Session| {
+            let is_empty = |f: &Path| std::fs::read_dir(f).unwrap().next().is_none();
+            let unfinished = folder.join(names().pop().unwrap());
+            while is_empty(&unfinished) {
+                std::thread::yield_now();
+            }
+            while unfinished.exists() {
+                let _ = std::fs::remove_dir_all(&unfinished);
+            }
+        };
+        let (ended, told, session) = ends(&folder, goes, diverged());
+        assert!(matches!(ended, RuntimeError::Diverged { .. }), "{ended}");
+        let [Progress::NoCheckpoint { step: 1, .. }] = &told[..] else {
+            panic!("{told:?}");
+        };
+        assert!(session.has_ended() && names().is_empty());
+        let fails = |session: &mut Session| session.fail("a rank is lost");
+        let (ended, told, _) = ends(&folder, fails, diverged());
+        assert!(matches!(ended, RuntimeError::Diverged { .. }), "{ended}");
+        assert!(told.is_empty() && names().is_empty(), "{told:?}");
+    }
+
     #[test]
     fn a_measurement_accounts_for_the_step() {
         let (training, spec, vocab) = setup();

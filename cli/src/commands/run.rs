@@ -84,8 +84,10 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     }
     keeper::keep(args, &setting)?;
     let interrupts = Interrupts::watch(early)?;
+    // The lock goes last: what the run takes back is nobody else's before.
+    let mut held;
     let _clearing = interrupts.clear_at_end();
-    let mut held = lock::held(args, &setting, false)?;
+    held = lock::held(args, (&setting, &interrupts), false)?;
     told::forget(args, &setting);
     let loaded = plan_file::load(&args.plan)?;
     check_task(args, loaded.plan.train.task)?;
@@ -135,13 +137,13 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     }
     let first = resume.as_ref().map_or(0, |c| c.step());
     if held.is_none() {
-        held = lock::held(args, &setting, true)?;
+        held = lock::held(args, (&setting, &interrupts), true)?;
         // Another one may have begun the run meanwhile.
         if let Standing::Done = journal::go_on(args, &setting, &loaded)? {
             return Ok(());
         }
     }
-    let begun = Journal::begin(args, &setting, (&loaded, first))?;
+    let begun = Journal::begin(args, (&setting, &interrupts), (&loaded, first))?;
     let mut args = RunArgs {
         run: begun.or_else(|| args.run.clone()),
         ..args.clone()
@@ -153,8 +155,19 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         interrupts.begin_to_look();
     }
     let told = told::tell(args, &setting)?;
-    let mut company = among::gather((&setting, &interrupts), args, (&loaded, &chosen))?;
+    let gathered = among::gather((&setting, &interrupts), args, (&loaded, &chosen));
     drop(told);
+    // From now on an interrupt is seen before the first step, and what was made goes there.
+    interrupts.begin_to_look();
+    let begins = interrupts.keep_files();
+    let mut company = match gathered {
+        // Who has failed for another reason may be started again, with fewer processes.
+        Err(failure) if interrupts.is_asked() => {
+            interrupts.take_back(begins);
+            return Err(failure);
+        }
+        gathered => gathered?,
+    };
     let processes = company.as_ref().map(|c| Arc::clone(&c.processes));
     let mut so_far = SoFar {
         first,
@@ -220,8 +233,12 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
             Some(_) => BEFORE_IT_WENT_ON,
             None => "interrupted before the first step was done; nothing was written",
         };
-        if let Some(unasked) = unasked.filter(|_| !args.elastic) {
+        // One that goes on after a loss may have to tell of that still.
+        if let Some(unasked) = unasked.filter(|_| args.continued.is_none()) {
             unasked.end();
+        }
+        if args.continued.is_none() {
+            interrupts.take_back(begins);
         }
         return Err(Failure::new(Exit::Interrupted, what));
     }
@@ -771,10 +788,9 @@ fn check_outputs(
     // The records that nobody asked for end no run.
     let record = args.record.as_ref().filter(|_| !args.records_by_default);
     let folders = args.checkpoint.iter().chain(record);
-    folders.into_iter().try_for_each(|folder| {
-        interrupts.makes(folder);
-        outputs::check_folder(folder)
-    })
+    folders
+        .into_iter()
+        .try_for_each(|folder| interrupts.makes(folder, || outputs::check_folder(folder)))
 }
 
 fn schedule(args: &RunArgs) -> Result<LrSchedule, Failure> {

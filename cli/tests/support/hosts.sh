@@ -6,7 +6,9 @@
 #   hosts.sh each CMD     and runs CMD on each, with what a launcher says in its environment
 #   hosts.sh mpirun CMD   and has Open MPI run it, by a daemon on each
 #
-# With SLOW=3 RATE=2mbit what host 3 sends leaves it at that rate. With NETEM, the program of netem.c, and
+# With SLOW=3 RATE=2mbit what host 3 sends leaves it at that rate. With FLAP=3 the link of host 3 is down
+# for two seconds, once m.csv has some rows; how many it has then and after that is in the file flapped.
+# With NETEM, the program of netem.c, and
 # FAULTS='loss=5 late=10', it stands between the hosts in place of the bridge. TCP sends again after
 # 20 ms there, not 200, for tests to be quick.
 set -eu
@@ -54,6 +56,17 @@ each)
             ip netns exec h$i unshare -u sh -c "hostname host$i && exec \"\$@\"" sh "$@" &
         pids="$pids $!"
     done
+    if [ -n "${FLAP:-}" ]; then
+        (
+            rows() { cat m.csv 2>/dev/null | wc -l; }
+            while [ "$(rows)" -lt 5 ]; do sleep 0.02; done
+            ip -n "h$FLAP" link set e0 down
+            rows >flapped
+            sleep 2
+            rows >>flapped
+            ip -n "h$FLAP" link set e0 up
+        ) &
+    fi
     code=0
     for pid in $pids; do wait "$pid" || code=$?; done
     if [ -n "${NETEM:-}" ]; then

@@ -229,12 +229,24 @@ pub(super) fn verify(folder: &Path, files: &BTreeMap<String, Facts>) -> Vec<Runt
 impl Facts {
     /// Reads a file, and says what is wrong with it.
     pub fn hold(&self, path: &Path) -> Result<(), String> {
-        match hash(path, self.bytes) {
-            Ok(hash) if hash == self.blake3 => Ok(()),
+        self.hold_of(hash(path, self.bytes).map(|hash| (hash, self.bytes)))
+    }
+
+    /// Says what is wrong with a file that was read, of which the hash and the length are given.
+    pub fn hold_of(&self, read: io::Result<(String, u64)>) -> Result<(), String> {
+        match read {
+            Ok((_, bytes)) if bytes != self.bytes => {
+                Err(format!("damaged: {}", other_length(bytes, self.bytes)))
+            }
+            Ok((hash, _)) if hash == self.blake3 => Ok(()),
             Ok(_) => Err("damaged: it has another hash than the manifest says".into()),
             Err(e) => Err(format!("cannot read: {e}")),
         }
     }
+}
+
+fn other_length(found: u64, bytes: u64) -> String {
+    format!("it has {found} bytes, the manifest says {bytes}")
 }
 
 /// The error of a file that is not what was written to it.
@@ -247,9 +259,7 @@ pub(super) fn hash(path: &Path, bytes: u64) -> io::Result<String> {
     let file = File::open(path)?;
     let found = file.metadata()?.len();
     if found != bytes {
-        return Err(io::Error::other(format!(
-            "it has {found} bytes, the manifest says {bytes}"
-        )));
+        return Err(io::Error::other(other_length(found, bytes)));
     }
     let mut hasher = blake3::Hasher::new();
     hasher.update_reader(file)?;

@@ -41,11 +41,12 @@ use crate::files::{self, Unfinished};
 use ir::text::ParseError;
 use manifest::{Facts, Manifest};
 use serde::{Deserialize, Serialize};
-use shard::Piece;
-use std::collections::BTreeMap;
+use shard::{Piece, Stream};
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
 /// Checkpoints that stay in a folder: should the newest be damaged, there is one more.
 pub const KEPT: usize = 2;
@@ -70,6 +71,9 @@ struct Sealed {
     facts: Facts,
     #[serde(skip)]
     verdict: OnceLock<Result<(), String>>,
+    /// Whether a rank of this process has begun to find out.
+    #[serde(skip)]
+    is_taken: AtomicBool,
 }
 
 /// A checkpoint by what its manifest says. Nothing else of it was read.
@@ -360,7 +364,13 @@ impl Checkpoint {
         }
         let sealed = |(name, facts): (String, Facts)| {
             let verdict = OnceLock::from(Ok(()));
-            (path.join(name), Sealed { facts, verdict })
+            let is_taken = AtomicBool::new(true);
+            let sealed = Sealed {
+                facts,
+                verdict,
+                is_taken,
+            };
+            (path.join(name), sealed)
         };
         Ok(Checkpoint {
             path: path.to_path_buf(),
@@ -425,29 +435,28 @@ impl Checkpoint {
         self.states.get(path).map(|s| &s.lens[..])
     }
 
-    /// Reads one part of a state into its buffer, and nothing else of the files. Padding becomes
-    /// zero. A process to which the checkpoint was told reads each file whole once before, to see
-    /// that it is what was written.
-    ///
-    /// Fails when there is no such state of these lengths, or a file cannot be read or is damaged.
-    pub fn read(&self, path: &str, part: &Local, out: &mut [u8]) -> Result<(), RuntimeError> {
-        let stored = self.states.get(path).filter(|s| s.lens == part.lens);
-        let stored = stored.ok_or_else(|| {
-            let lens = &part.lens;
-            problem(&self.path, format!("it has no state `{path}` of {lens:?}"))
-        })?;
-        out.fill(0);
-        for piece in stored.pieces.iter().filter(|p| p.has_some(part)) {
-            if let Some(Sealed { facts, verdict }) = self.files.get(&piece.file) {
-                let verdict = verdict.get_or_init(|| facts.hold(&piece.file));
-                let verdict = verdict.clone();
-                verdict.map_err(|what| problem(&piece.file, what))?;
-            }
-            piece
-                .read(part, out)
-                .map_err(|e| problem(&piece.file, format!("cannot read: {e}")))?;
+    /// Begins to read parts of its states.
+    pub(crate) fn reader(&self) -> Reader<'_> {
+        Reader {
+            checkpoint: self,
+            streams: BTreeMap::new(),
+            others: BTreeSet::new(),
         }
-        Ok(())
+    }
+
+    /// The first byte of a part of a state in the first of the files that have some of it: who
+    /// reads in this order reads each file forwards.
+    pub(crate) fn first_byte(&self, path: &str, part: &Local) -> u64 {
+        let pieces = self.states.get(path).filter(|s| s.lens == part.lens);
+        let mut pieces = pieces.into_iter().flat_map(|s| &s.pieces);
+        pieces.find(|p| p.has_some(part)).map_or(0, |p| p.at)
+    }
+
+    /// Reads one part of a state into its buffer, as a [`Reader`] of this part alone does.
+    pub fn read(&self, path: &str, part: &Local, out: &mut [u8]) -> Result<(), RuntimeError> {
+        let mut reader = self.reader();
+        reader.read(path, part, out)?;
+        reader.finish()
     }
 
     /// Whether it is of this model (the text of a forward graph), where it says so.
@@ -467,6 +476,90 @@ impl Checkpoint {
                 path: self.path.clone(),
                 difference,
             }),
+        }
+    }
+}
+
+/// Reads parts of the states of a checkpoint, and nothing else of its files. A process to which the
+/// checkpoint was told reads each file that has some of them whole, to see that it is what was
+/// written, and takes the parts as they come by. What was read counts once [`Reader::finish`] has
+/// ended well.
+pub(crate) struct Reader<'a> {
+    checkpoint: &'a Checkpoint,
+    /// Files that this one verifies.
+    streams: BTreeMap<&'a Path, (&'a Sealed, Option<Stream>)>,
+    /// Those that another one of this process does.
+    others: BTreeSet<&'a Path>,
+}
+
+impl<'a> Reader<'a> {
+    /// Reads one part of a state into its buffer. Padding becomes zero.
+    ///
+    /// Fails when there is no such state of these lengths, or a file cannot be read.
+    pub fn read(&mut self, path: &str, part: &Local, out: &mut [u8]) -> Result<(), RuntimeError> {
+        let checkpoint = self.checkpoint;
+        let stored = checkpoint.states.get(path);
+        let stored = stored.filter(|s| s.lens == part.lens).ok_or_else(|| {
+            let lens = &part.lens;
+            let what = format!("it has no state `{path}` of {lens:?}");
+            problem(&checkpoint.path, what)
+        })?;
+        out.fill(0);
+        for piece in stored.pieces.iter().filter(|p| p.has_some(part)) {
+            let read = match self.stream(&piece.file) {
+                Ok(Some(stream)) => stream.read(piece, part, out),
+                Ok(None) => piece.read(part, out),
+                Err(e) => Err(e),
+            };
+            read.map_err(|e| problem(&piece.file, format!("cannot read: {e}")))?;
+        }
+        Ok(())
+    }
+
+    /// The file as this one verifies it; nothing where that is done, or somebody else does.
+    fn stream(&mut self, file: &'a Path) -> std::io::Result<Option<&mut Stream>> {
+        let Some(sealed) = self.checkpoint.files.get(file) else {
+            return Ok(None);
+        };
+        if !self.streams.contains_key(file) {
+            let is_mine = sealed.verdict.get().is_none() && !sealed.is_taken.swap(true, SeqCst);
+            if !is_mine {
+                self.others.insert(file);
+                return Ok(None);
+            }
+            self.streams.insert(file, (sealed, None));
+            let stream = Stream::open(file)?;
+            self.streams.insert(file, (sealed, Some(stream)));
+        }
+        let stream = self.streams.get_mut(file);
+        Ok(stream.and_then(|(_, stream)| stream.as_mut()))
+    }
+
+    /// Says whether the files that were read are what was written.
+    pub fn finish(mut self) -> Result<(), RuntimeError> {
+        let files: BTreeSet<&Path> = self.streams.keys().copied().collect();
+        for (file, (sealed, stream)) in std::mem::take(&mut self.streams) {
+            let verdict = match stream {
+                Some(stream) => sealed.facts.hold_of(stream.finish()),
+                None => sealed.facts.hold(file),
+            };
+            let _ = sealed.verdict.set(verdict);
+        }
+        for file in files.into_iter().chain(std::mem::take(&mut self.others)) {
+            let verdict = self.checkpoint.files.get(file).map(|s| s.verdict.wait());
+            if let Some(Err(what)) = verdict {
+                return Err(problem(file, what.clone()));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Reader<'_> {
+    /// Others may wait for what one who has failed was to find out.
+    fn drop(&mut self) {
+        for (file, (sealed, _)) in std::mem::take(&mut self.streams) {
+            let _ = sealed.verdict.set(sealed.facts.hold(file));
         }
     }
 }

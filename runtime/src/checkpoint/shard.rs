@@ -14,7 +14,7 @@ use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde::{Deserialize, Serialize};
 use std::fs::File;
-use std::io::{self, BufReader, BufWriter, Read, Seek, Write};
+use std::io::{self, BufRead, BufReader, BufWriter, Read, Seek, Write};
 use std::path::{Path, PathBuf};
 
 /// Longest header of the format's own library.
@@ -338,8 +338,15 @@ impl Piece {
         !self.meets(part).1.contains(&0)
     }
 
-    /// Reads what it has of `part` into the part's buffer.
+    /// Reads what it has of `part` into the part's buffer, from its file alone.
     pub fn read(&self, part: &Local, out: &mut [u8]) -> io::Result<()> {
+        let mut file = BufReader::with_capacity(AT_ONCE, File::open(&self.file)?);
+        file.seek(io::SeekFrom::Start(self.at))?;
+        self.take(&mut file, part, out)
+    }
+
+    /// Reads what it has of `part` where its first element comes next.
+    fn take(&self, from: &mut impl Ahead, part: &Local, out: &mut [u8]) -> io::Result<()> {
         let start = part.start();
         let (first, extent) = self.meets(part);
         if extent.contains(&0) {
@@ -347,21 +354,98 @@ impl Piece {
         }
         let within = |start: &[usize]| first.iter().zip(start).map(|(a, b)| a - b).collect();
         let (here, there): (Vec<usize>, Vec<usize>) = (within(&self.start), within(&start));
-        let mut file = BufReader::with_capacity(AT_ONCE, File::open(&self.file)?);
-        file.seek(io::SeekFrom::Start(self.at))?;
         let (mut at, mut read) = (0, Ok(()));
-        let (from, to): ([&[usize]; 2], [&[usize]; 2]) =
-            ([&self.shape, &here], [&part.dims(), &there]);
-        layout::for_each_block_run(from, to, &extent, |from, to, n| {
+        let places: [[&[usize]; 2]; 2] = [[&self.shape, &here], [&part.dims(), &there]];
+        layout::for_each_block_run(places[0], places[1], &extent, |place, to, n| {
             let out = &mut out[4 * to..4 * (to + n)];
             if read.is_ok() {
-                read = file
-                    .seek_relative(4 * (from as i64 - at as i64))
-                    .and_then(|()| file.read_exact(out));
+                // Runs are in ascending order.
+                let skipped = 4 * (place - at) as u64;
+                read = from.pass(skipped).and_then(|()| from.read_exact(out));
             }
-            at = from + n;
+            at = place + n;
         });
         read
+    }
+}
+
+/// A file that is read forwards.
+trait Ahead: Read {
+    /// Passes over so many bytes.
+    fn pass(&mut self, bytes: u64) -> io::Result<()>;
+}
+
+impl Ahead for BufReader<File> {
+    fn pass(&mut self, bytes: u64) -> io::Result<()> {
+        let bytes = i64::try_from(bytes).map_err(io::Error::other)?;
+        self.seek_relative(bytes)
+    }
+}
+
+/// A file of which pieces are taken while its hash is, so that it is read once, forwards. No more
+/// of it is in memory than is read at once.
+pub(super) struct Stream {
+    path: PathBuf,
+    file: BufReader<File>,
+    hasher: blake3::Hasher,
+    at: u64,
+}
+
+impl Stream {
+    pub fn open(path: &Path) -> io::Result<Self> {
+        Ok(Stream {
+            path: path.to_path_buf(),
+            file: BufReader::with_capacity(AT_ONCE, File::open(path)?),
+            hasher: blake3::Hasher::new(),
+            at: 0,
+        })
+    }
+    /// Reads what a piece has of `part` into the part's buffer. One that lies before what was read
+    /// already is read by itself.
+    pub fn read(&mut self, piece: &Piece, part: &Local, out: &mut [u8]) -> io::Result<()> {
+        match piece.at.checked_sub(self.at) {
+            Some(ahead) => {
+                self.pass(ahead)?;
+                piece.take(self, part, out)
+            }
+            None => piece.read(part, out),
+        }
+    }
+    /// Reads the rest. Returns the hash of the whole file, and its length.
+    pub fn finish(mut self) -> io::Result<(String, u64)> {
+        while self.pass_some(u64::MAX)? {}
+        Ok((self.hasher.finalize().to_string(), self.at))
+    }
+    /// Passes over some bytes, at most so many; says whether there were any.
+    fn pass_some(&mut self, most: u64) -> io::Result<bool> {
+        let ready = self.file.fill_buf()?;
+        let n = ready.len().min(usize::try_from(most).unwrap_or(usize::MAX));
+        self.hasher.update(&ready[..n]);
+        self.file.consume(n);
+        self.at += n as u64;
+        Ok(n > 0)
+    }
+}
+
+impl Read for Stream {
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        let n = self.file.read(out)?;
+        self.hasher.update(&out[..n]);
+        self.at += n as u64;
+        Ok(n)
+    }
+}
+
+impl Ahead for Stream {
+    fn pass(&mut self, bytes: u64) -> io::Result<()> {
+        let end = self.at.saturating_add(bytes);
+        while self.at < end {
+            if !self.pass_some(end - self.at)? {
+                let what = format!("{} ends at byte {}", self.path.display(), self.at);
+                return Err(io::Error::new(io::ErrorKind::UnexpectedEof, what));
+            }
+        }
+        Ok(())
     }
 }
 

@@ -132,15 +132,110 @@ fn who_is_told_of_a_checkpoint_verifies_what_it_reads() {
     );
 }
 
+/// The bytes that this thread has read.
+#[cfg(target_os = "linux")]
+fn bytes_read() -> u64 {
+    let io = std::fs::read_to_string("/proc/thread-self/io").unwrap();
+    let line = io.lines().find_map(|l| l.strip_prefix("rchar: "));
+    line.unwrap().parse().unwrap()
+}
+
+/// It was read once to see that it is what was written, and once more for what is in it.
+#[test]
+#[cfg(target_os = "linux")]
+fn who_is_told_of_a_checkpoint_reads_each_file_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let lens = [64, 65536];
+    let full = random(4, 64 * 65536);
+    let folder = write(dir.path(), "0001-step-5", &full, &split(&lens, 0, 4));
+    let told = rmp_serde::to_vec_named(&find(dir.path()).unwrap().checkpoint).unwrap();
+    let told = || rmp_serde::from_slice::<Checkpoint>(&told).unwrap();
+    let files = std::fs::read_dir(&folder).unwrap();
+    let bytes: u64 = files.map(|f| f.unwrap().metadata().unwrap().len()).sum();
+    // All of it, some of each file, and in an order in which the files do not have it.
+    for (dim, n) in [(0, 1), (1, 2)] {
+        let part = &split(&lens, dim, n)[0];
+        let scalar = Local::whole(DType::F32, &[]);
+        let (there, mut half) = (told(), 0f32);
+        let mut values = vec![f32::NAN; part.elements()];
+        let before = bytes_read();
+        let mut reader = there.reader();
+        let out = bytemuck::bytes_of_mut(&mut half);
+        reader.read("loss_scale", &scalar, out).unwrap();
+        let out = bytemuck::cast_slice_mut(&mut values);
+        reader.read("w", part, out).unwrap();
+        reader.finish().unwrap();
+        let n_read = bytes_read() - before;
+        assert_eq!((values, half), (cut(&full, part), 0.5));
+        // What lies before what was read already is read by itself, of the first file.
+        let allowed = bytes + bytes / 4 + 4096;
+        assert!(n_read < allowed, "{n_read} of {bytes} bytes");
+        // Another rank of the process reads its own part alone.
+        let before = bytes_read();
+        assert_eq!(read(&there, "w", part), cut(&full, part));
+        let needed = part.bytes() as u64;
+        assert!(bytes_read() - before < needed + needed / 100 + 4096);
+    }
+}
+
+/// Ranks of one process read at the same time, and each of them is told of damage anywhere in what
+/// it read, also of what another one verifies, or fails to.
+#[test]
+fn ranks_of_a_process_verify_for_each_other() {
+    let dir = tempfile::tempdir().unwrap();
+    let lens = [64, 512];
+    let full = random(4, 64 * 512);
+    let parts = split(&lens, 0, 4);
+    let folder = write(dir.path(), "0001-step-5", &full, &parts);
+    let told = rmp_serde::to_vec_named(&find(dir.path()).unwrap().checkpoint).unwrap();
+    let told = || rmp_serde::from_slice::<Checkpoint>(&told).unwrap();
+    let halves = split(&lens, 1, 2);
+    let read_part = |there: &Checkpoint, part: &Local| -> Result<(), String> {
+        let mut values = vec![0.0; part.elements()];
+        let out = bytemuck::cast_slice_mut(&mut values);
+        there.read("w", part, out).map_err(|e| e.to_string())?;
+        assert_eq!(values, cut(&full, part));
+        Ok(())
+    };
+    let all_read = |there: &Checkpoint| -> Vec<Result<(), String>> {
+        std::thread::scope(|scope| {
+            let begin = |part| scope.spawn(move || read_part(there, part));
+            let ranks: Vec<_> = halves.iter().map(begin).collect();
+            ranks.into_iter().map(|r| r.join().unwrap()).collect()
+        })
+    };
+    assert_eq!(all_read(&told()), [Ok(()), Ok(())]);
+    // One begins with a file and gives up: the other one is told what is true all the same.
+    let there = told();
+    let mut gives_up = there.reader();
+    let mut out = vec![0; parts[3].bytes()];
+    gives_up.read("w", &parts[3], &mut out).unwrap();
+    drop(gives_up);
+    assert_eq!(all_read(&there), [Ok(()), Ok(())]);
+    // The last byte is of the right half alone.
+    let path = folder.join("rank-3.safetensors");
+    let mut shard = std::fs::read(&path).unwrap();
+    *shard.last_mut().unwrap() ^= 1;
+    std::fs::write(&path, shard).unwrap();
+    for read in all_read(&told()) {
+        let error = read.unwrap_err();
+        assert!(
+            error.contains("rank-3") && error.contains("hash"),
+            "{error}"
+        );
+    }
+    // A file that is cut off.
+    std::fs::write(&path, std::fs::read(&path).unwrap().split_at(5000).0).unwrap();
+    for read in all_read(&told()) {
+        let error = read.unwrap_err();
+        assert!(error.contains("rank-3"), "{error}");
+    }
+}
+
 /// A rank reads the bytes of its part, and what lies between them where that is little.
 #[test]
 #[cfg(target_os = "linux")]
 fn only_the_bytes_of_a_part_are_read() {
-    let bytes_read = || {
-        let io = std::fs::read_to_string("/proc/thread-self/io").unwrap();
-        let line = io.lines().find_map(|l| l.strip_prefix("rchar: "));
-        line.unwrap().parse::<u64>().unwrap()
-    };
     // Rows of 256 KiB; their halves are longer than what is read at once.
     let lens = [64, 65536];
     let full = random(4, 64 * 65536);

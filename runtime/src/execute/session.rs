@@ -3,6 +3,8 @@
 
 mod replicas;
 mod rescue;
+#[cfg(test)]
+mod start_tests;
 
 use super::local::{Local, is_computed, narrow, widen};
 use super::message::{Play, Played, Reply, Request, Samples};
@@ -10,6 +12,7 @@ use super::rank::{RankOptions, RankTimings};
 use super::worker::{Answers, Crew, Link, Remote, Worker};
 use crate::arena::Bytes;
 use crate::checkpoint::{Checkpoint, Leaving, Shard, Whole, shares};
+use crate::clock::Patience;
 use crate::data::{Batch, Batches};
 use crate::device::{Backend, Cpu, Cuda, cuda};
 use crate::error::RuntimeError;
@@ -23,7 +26,6 @@ use ir::program::{ARENA_ALIGN, Event, Program, Space, StateBuffer};
 use ir::training::{LOSS_SCALE, LOWEST_LOSS_SCALE, StateRole, UPDATES};
 use ir::{BufferId, Rank, TrainSpec};
 use rayon::prelude::*;
-use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
@@ -37,6 +39,10 @@ const LAST_WORDS: Duration = Duration::from_secs(3);
 /// The same where others have waited in vain for ranks of all processes that have not answered, and
 /// so given them their time already.
 const LAST_WORDS_OF_MISSED: Duration = Duration::from_secs(1);
+/// Bytes of initial values that are on their way to ranks before their answers are waited for. To
+/// wait for each by itself took a far host a round trip for each part of each state, and a bound
+/// there must be, as a model may be larger than this process' memory.
+const ON_THE_WAY: usize = 32 << 20;
 
 /// How a session runs.
 #[derive(Clone, Debug)]
@@ -366,6 +372,7 @@ impl Session {
         &mut self,
         mut initial: impl FnMut(StateRequest<'_>) -> Result<Vec<f32>, RuntimeError>,
     ) -> Result<(), RuntimeError> {
+        let mut parts = Parts::default();
         for (path, places) in self.state_places() {
             let (role, state) = &places[0];
             let buffer = self.program.roles[*role].buffer(state.buffer);
@@ -378,10 +385,10 @@ impl Session {
             let is_zero = values.par_iter().all(|v| v.to_bits() == 0);
             let expected: u64 = buffer.lens.iter().product();
             if !(is_zero && values.len() as u64 == expected) {
-                self.set_state(&path, &places, values)?;
+                self.set_state(&path, &places, values, &mut parts)?;
             }
         }
-        Ok(())
+        self.write_parts(&mut parts)
     }
 
     /// Starts the ranks and goes on from a checkpoint, of which each rank reads its part.
@@ -435,7 +442,9 @@ impl Session {
         self.step = checkpoint.step();
         // Written by a build that counted every step as an update.
         if let (Some(places), None) = (places.get(UPDATES), checkpoint.lens(UPDATES)) {
-            self.set_state(UPDATES, places, vec![checkpoint.step() as f32])?;
+            let mut parts = Parts::default();
+            self.set_state(UPDATES, places, vec![checkpoint.step() as f32], &mut parts)?;
+            self.write_parts(&mut parts)?;
         }
         Ok(())
     }
@@ -721,10 +730,11 @@ impl Session {
     /// Replaces the states, each of which `states` must have, in full.
     #[cfg(test)]
     pub fn import_states(&mut self, states: &States) -> Result<(), RuntimeError> {
+        let mut parts = Parts::default();
         for (path, places) in self.state_places() {
-            self.set_state(&path, &places, states[&path].values.clone())?;
+            self.set_state(&path, &places, states[&path].values.clone(), &mut parts)?;
         }
-        Ok(())
+        self.write_parts(&mut parts)
     }
     /// Whether all ranks that hold the same part of a state hold the same bits; the error
     /// names the first state and rank that differ.
@@ -776,11 +786,14 @@ impl Session {
         places
     }
 
+    /// Gives a state its value, by parts that may still have to be written: see
+    /// [`Session::write_parts`].
     fn set_state(
         &mut self,
         path: &str,
         places: &[(usize, StateBuffer)],
         values: Vec<f32>,
+        parts: &mut Parts,
     ) -> Result<(), RuntimeError> {
         let program = Arc::clone(&self.program);
         for (role, state) in places {
@@ -814,11 +827,21 @@ impl Session {
                 part.cut(&values, &mut own);
                 let mut bytes = Bytes::zeroed(part.bytes());
                 narrow(buffer.dtype, &own, &mut bytes);
-                let once = Cell::new(bytes);
-                self.ask(&[member], |_| Request::Write(state.buffer, once.take()))?;
+                if !parts.all.is_empty() && parts.bytes + bytes.len() > ON_THE_WAY {
+                    self.write_parts(parts)?;
+                }
+                parts.bytes += bytes.len();
+                parts.all.push((member, state.buffer, bytes));
             }
         }
         Ok(())
+    }
+
+    /// Has ranks take their parts of states, all at the same time.
+    fn write_parts(&mut self, parts: &mut Parts) -> Result<(), RuntimeError> {
+        let all = std::mem::take(parts).all.into_iter();
+        let asked = all.map(|(m, buffer, bytes)| (m, Request::Write(buffer, bytes)));
+        self.ask_each(asked.collect()).map(|_| ())
     }
 
     /// The full tensor, from the first rank that has each part.
@@ -862,33 +885,39 @@ impl Session {
         self.ranks.iter().filter(of).copied().collect()
     }
 
-    /// Asks some ranks and waits for all their answers. Once one has failed, those of other processes
-    /// are not waited for long, as they may hang, and otherwise no longer than ranks wait for each
-    /// other. When several fail, the error is of one that explains the others.
+    /// Asks some ranks as [`Session::ask_each`] does, each once.
     fn ask(
         &mut self,
         ranks: &[Member],
         request: impl Fn(&Member) -> Request,
     ) -> Result<Vec<Reply>, RuntimeError> {
+        self.ask_each(ranks.iter().map(|m| (*m, request(m))).collect())
+    }
+
+    /// Asks ranks, of which each may be asked more than once, and waits for all their answers,
+    /// which are in the order of the requests. Once one has failed, those of other processes are
+    /// not waited for long, as they may hang, and otherwise no longer than ranks wait for each
+    /// other. When several fail, the error is of one that explains the others.
+    fn ask_each(&mut self, requests: Vec<(Member, Request)>) -> Result<Vec<Reply>, RuntimeError> {
         if let Some(reason) = &self.ended {
             return Err(RuntimeError::Ended(reason.clone()));
         }
         let mut plays = false;
-        for m in ranks {
-            let wanted = request(m);
+        let mut ranks = Vec::with_capacity(requests.len());
+        for (m, wanted) in requests {
             plays |= matches!(wanted, Request::Play(_));
             self.workers[m.worker].tell(m.rank, wanted);
+            ranks.push(m);
         }
         let mut replies: Vec<Option<Reply>> = ranks.iter().map(|_| None).collect();
         let (mut errors, mut silent, mut failed) = (Vec::<RuntimeError>::new(), Vec::new(), None);
-        let asked = Instant::now();
         // In a step the ranks meet, at its end too, so that their answers come together. What else
         // they are asked each does alone, and may take long.
-        let (mut heard, patience) = match plays {
-            true => (None, self.watchdog),
-            false => (Some(asked), self.watchdog.saturating_mul(ALONE)),
+        let (is_step, longest) = match plays {
+            true => (true, self.watchdog),
+            false => (false, self.watchdog.saturating_mul(ALONE)),
         };
-        let is_step = heard.is_none();
+        let mut patience = (!is_step).then(|| Patience::of(longest));
         let mut lost = Vec::new();
         let mut open: Vec<usize> = (0..ranks.len()).collect();
         while !open.is_empty() {
@@ -911,12 +940,21 @@ impl Session {
             };
             // Whoever is first is waited for, the others are looked after.
             let mut attention = ATTENTION;
+            // What a rank answers next is for the first of its requests that is open.
+            let mut unheard = BTreeSet::new();
             open.retain(|&i| {
                 let m = &ranks[i];
                 let worker = &mut self.workers[m.worker];
-                let answer = worker.hear(m.rank, std::mem::take(&mut attention));
+                let answer = match unheard.contains(&m.rank) {
+                    true => None,
+                    false => worker.hear(m.rank, std::mem::take(&mut attention)),
+                };
+                if answer.is_none() {
+                    unheard.insert(m.rank);
+                }
                 if answer.is_none()
-                    && (is_over(failed, last_words) || is_over(heard, patience))
+                    && (is_over(failed, last_words)
+                        || patience.as_mut().is_some_and(|p| p.left().is_zero()))
                     && let Some(error) = worker.silent(m.rank)
                 {
                     silent.push(error);
@@ -924,7 +962,7 @@ impl Session {
                     return false;
                 }
                 if is_step && answer.is_some() {
-                    heard = Some(Instant::now());
+                    patience = Some(Patience::of(longest));
                 }
                 match answer {
                     None => return true,
@@ -963,6 +1001,13 @@ impl Session {
         self.fail(&error.to_string());
         Err(error)
     }
+}
+
+/// Parts of states that ranks are yet to be given.
+#[derive(Default)]
+struct Parts {
+    all: Vec<(Member, BufferId, Bytes)>,
+    bytes: usize,
 }
 
 /// This process' ranks, and ways to those of the others.

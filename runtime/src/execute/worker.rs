@@ -339,18 +339,22 @@ fn obey<D: Device, F: Fabric<D>>(
         )),
         Request::Load(checkpoint) => {
             let stored = |s: &StateBuffer| checkpoint.lens(&s.path).is_some();
-            for s in state.states().into_iter().filter(stored) {
+            let mut states: Vec<StateBuffer> = state.states().into_iter().filter(stored).collect();
+            states.sort_by_key(|s| checkpoint.first_byte(&s.path, state.part(s.buffer)));
+            let mut reader = checkpoint.reader();
+            for s in states {
                 state.write(s.buffer, |local, bytes| {
                     if local.dtype == DType::F32 {
-                        return checkpoint.read(&s.path, local, bytes);
+                        return reader.read(&s.path, local, bytes);
                     }
                     // Parameters of inference rest as they are computed with.
                     let mut values = Bytes::zeroed(4 * local.elements());
-                    checkpoint.read(&s.path, local, &mut values)?;
+                    reader.read(&s.path, local, &mut values)?;
                     narrow(local.dtype, values.f32s(), bytes);
                     Ok(())
                 })?;
             }
+            reader.finish()?;
             Ok(Reply::Done)
         }
     }

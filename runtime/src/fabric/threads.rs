@@ -28,6 +28,7 @@
 use super::parts::{chunks, in_two_phases, lie, needed, united};
 use super::{Call, CallKind, Collective, Exchange, Fabric, Moved, Order, Places};
 use crate::arena::{Bytes, Spare};
+use crate::clock::Patience;
 use crate::device::Device;
 use crate::error::RuntimeError;
 use crate::execute::{Local, collective};
@@ -40,7 +41,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// A member's contribution to a gathering: one block, of all buffers of a coalesced collective.
 pub(super) type Contribution = Arc<Bytes>;
@@ -601,11 +602,11 @@ impl Endpoint {
         Meeting::Exchange { sent, received }
     }
 
-    /// Returns the outcome of a meeting, once it is over; without a deadline, nothing if it is not.
+    /// Returns the outcome of a meeting, once it is over; without patience, nothing if it is not.
     pub(super) fn arrived(
         &self,
         meeting: &mut Meeting,
-        deadline: Option<Instant>,
+        mut patience: Option<&mut Patience>,
     ) -> Result<Option<Arrived>, RuntimeError> {
         let world = &self.world;
         let mut table = world.lock();
@@ -615,13 +616,13 @@ impl Endpoint {
                 return Ok(Some(arrived));
             }
             world.check(&table, self.rank, meeting)?;
-            let left = deadline.map(|d| d.saturating_duration_since(Instant::now()));
+            let left = patience.as_mut().map(|p| p.left());
             let Some(left) = left.filter(|left| !left.is_zero()) else {
                 return Ok(None);
             };
             table = world
                 .changed(self.rank)
-                .wait_timeout(table, left)
+                .wait_timeout(table, left.min(Patience::LOOK))
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
         }
@@ -824,8 +825,8 @@ impl<D: Device> Fabric<D> for Endpoint {
     }
 
     fn wait(&mut self, device: &mut D, mut ticket: Ticket) -> Result<u64, RuntimeError> {
-        let deadline = Instant::now() + self.world.timeout;
-        while let Some(arrived) = self.arrived(&mut ticket.meeting, Some(deadline))? {
+        let mut patience = Patience::of(self.world.timeout);
+        while let Some(arrived) = self.arrived(&mut ticket.meeting, Some(&mut patience))? {
             if let Some(bytes) = self.advance(device, &mut ticket, arrived)? {
                 return Ok(bytes);
             }

@@ -8,9 +8,9 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Longest that a connection takes to say who it is.
@@ -19,6 +19,8 @@ const INTRODUCTION: Duration = Duration::from_secs(5);
 const MOST_STRANGERS: usize = 256;
 /// Connections that are accepted before anything else is looked at.
 const MOST_AT_ONCE: usize = 64;
+/// Others that a process calls at the same time.
+const MOST_CALLS: usize = 32;
 /// Longest word of the rendezvous, in bytes.
 const LONGEST_WORD: u32 = 1 << 22;
 /// How often is looked for what may have come.
@@ -613,30 +615,30 @@ pub fn join(
     settled(&stream).map_err(to_first)?;
     let mut streams: Vec<Option<TcpStream>> = vec![Some(stream)];
     streams.resize_with(place.of, || None);
-    let from = place.index;
-    for (to, slot) in streams.iter_mut().enumerate().take(from).skip(1) {
-        let address = addresses.get(to - 1).map(SocketAddr::to_string);
-        let address = address.unwrap_or_default();
-        let until = Instant::now() + patience;
-        let mut stream = loop {
-            match call(&address, &token) {
-                Ok(stream) => break stream,
-                Err(e) if Instant::now() >= until => return Err(apart(from, to, &e)),
-                Err(_) => std::thread::sleep(10 * LOOK),
-            }
-        };
-        let index = from;
-        let peer = Peer {
-            index,
-            run: run.clone(),
-        };
-        let told = say(&mut stream, &peer).and_then(|()| settled(&stream));
-        told.map_err(|e| apart(from, to, &e))?;
-        *slot = Some(stream);
+    let peer = Peer {
+        index: place.index,
+        run: run.clone(),
+    };
+    let mut before = addresses;
+    before.truncate(place.index.saturating_sub(1));
+    if before.len() + 1 < place.index {
+        let unknown = "process 0 does not say where that one listens";
+        return Err(apart(place.index, before.len() + 1, &unknown));
     }
-    let mut arrivals = Arrivals::<Peer>::new(listener, token).map_err(listen)?;
     let until = Instant::now() + patience;
-    while let Some(from) = (place.index + 1..place.of).find(|&i| streams[i].is_none()) {
+    let calls = Calls::begin(before, peer, (&token, until));
+    let mut arrivals = Arrivals::<Peer>::new(listener, token).map_err(listen)?;
+    while let Some(missing) = streams.iter().enumerate().position(|(i, s)| {
+        // One to itself there never is.
+        i != place.index && s.is_none()
+    }) {
+        if let Ok((to, called)) = calls.made.try_recv() {
+            let stream = called.map_err(|e| apart(place.index, to, &e))?;
+            if let Some(slot) = streams.get_mut(to) {
+                *slot = Some(stream);
+            }
+            continue;
+        }
         match arrivals.next() {
             Some((stream, peer)) if peer.run == run => {
                 let slot = streams.get_mut(peer.index).filter(|s| s.is_none());
@@ -650,15 +652,82 @@ pub fn join(
             // One of an earlier run.
             Some(_) => {}
             None if streams[0].as_ref().is_some_and(has_ended) => {
-                return Err(apart(from, place.index, &"process 0 has ended"));
+                let (from, to) = between(missing, place.index);
+                return Err(apart(from, to, &"process 0 has ended"));
             }
-            None if Instant::now() >= until => {
-                return Err(apart(from, place.index, &"it did not call in time"));
+            // Calls say by themselves that they were in vain.
+            None if missing > place.index && Instant::now() >= until => {
+                return Err(apart(missing, place.index, &"it did not call in time"));
             }
             None => std::thread::sleep(LOOK),
         }
     }
     Ok(Processes::new(place, all, connections(streams)))
+}
+
+/// Of two processes the one that calls, and the one that is called.
+fn between(one: usize, other: usize) -> (usize, usize) {
+    (one.max(other), one.min(other))
+}
+
+/// Calls of a process to those before it but for process 0, several at the same time: one after the
+/// other they took two round trips each. They end when this goes.
+struct Calls {
+    made: Receiver<(usize, Result<TcpStream, HandshakeError>)>,
+    is_over: Arc<AtomicBool>,
+}
+
+impl Calls {
+    /// Calls processes, whose addresses are given from process 1 on, until a moment. The nearest
+    /// one is first, so that not everybody calls process 1 first.
+    fn begin(addresses: Vec<SocketAddr>, peer: Peer, (token, until): (&Token, Instant)) -> Self {
+        let (tell, made) = channel();
+        let is_over = Arc::<AtomicBool>::default();
+        let left = Arc::new(Mutex::new(addresses));
+        let n = peer.index.saturating_sub(1);
+        let peer = Arc::new(peer);
+        for _ in 0..n.min(MOST_CALLS) {
+            let (tell, left, is_over) = (tell.clone(), Arc::clone(&left), Arc::clone(&is_over));
+            let (peer, token) = (Arc::clone(&peer), token.clone());
+            std::thread::spawn(move || {
+                while let Some((to, address)) = next_of(&left) {
+                    let made = |stream| Ok(introduce(stream, &peer)?);
+                    let called = loop {
+                        match call(&address.to_string(), &token).and_then(made) {
+                            Ok(stream) => break Ok(stream),
+                            Err(e) if Instant::now() >= until => break Err(e),
+                            Err(_) if is_over.load(Ordering::Relaxed) => return,
+                            Err(_) => std::thread::sleep(10 * LOOK),
+                        }
+                    };
+                    if tell.send((to, called)).is_err() {
+                        return;
+                    }
+                }
+            });
+        }
+        Calls { made, is_over }
+    }
+}
+
+/// Takes the last process of those that are left, with its address.
+fn next_of(left: &Mutex<Vec<SocketAddr>>) -> Option<(usize, SocketAddr)> {
+    let mut left = left.lock().unwrap_or_else(PoisonError::into_inner);
+    let to = left.len();
+    left.pop().map(|address| (to, address))
+}
+
+impl Drop for Calls {
+    fn drop(&mut self) {
+        self.is_over.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Says to another process which one this is.
+fn introduce(mut stream: TcpStream, peer: &Peer) -> io::Result<TcpStream> {
+    say(&mut stream, peer)?;
+    settled(&stream)?;
+    Ok(stream)
 }
 
 fn connections(streams: Vec<Option<TcpStream>>) -> Vec<Option<Arc<dyn Connection>>> {
@@ -687,6 +756,8 @@ fn call(address: &str, token: &Token) -> Result<TcpStream, HandshakeError> {
         match TcpStream::connect_timeout(&address, INTRODUCTION) {
             Ok(mut stream) => {
                 timed(&stream, Some(INTRODUCTION))?;
+                // What follows the proof would wait until that has come.
+                stream.set_nodelay(true)?;
                 handshake::call(&mut stream, token).map_err(|e| match e {
                     HandshakeError::Io(e) => unanswered(e, "it", INTRODUCTION).into(),
                     other => other,

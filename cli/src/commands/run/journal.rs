@@ -8,9 +8,11 @@ use super::left;
 use crate::args::RunArgs;
 use crate::commands::again;
 use crate::failure::{Exit, Failure};
+use crate::interrupt::{Interrupts, Made};
 use crate::plan_file::{self, Loaded};
 use crate::{document, files, outputs, report};
 use ir::counted;
+use runtime::checkpoint::Rescued;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::process::CommandExt;
@@ -127,7 +129,7 @@ impl Journal {
     /// Fails for any other run where the folder has an elastic one that is not done.
     pub fn begin(
         args: &RunArgs,
-        setting: &Setting,
+        (setting, interrupts): (&Setting, &Interrupts),
         (loaded, first): (&Loaded, u64),
     ) -> Result<Option<String>, Failure> {
         let Some(folder) = args
@@ -164,8 +166,16 @@ impl Journal {
             run: drawn()?,
             losses: 0,
         };
-        runtime::checkpoint::forget(folder);
-        journal.write(folder)?;
+        interrupts.making(|made| {
+            let path = folder.join(NAME);
+            // That of a run that is done comes back where this one comes to nothing.
+            made.push(match std::fs::read(&path) {
+                Ok(before) => Made::Replaced(path, before),
+                Err(_) => Made::File(path),
+            });
+            runtime::checkpoint::forget(folder);
+            journal.write(folder)
+        })?;
         Ok(Some(journal.run))
     }
 
@@ -194,7 +204,15 @@ impl Journal {
     }
 
     /// The newest checkpoint that is whole, with its step, and what is wrong with those after it.
-    fn newest(&self, folder: &Path) -> (Option<(PathBuf, u64)>, Vec<String>) {
+    /// One that was just made of what ranks left was verified then, and is not read for it again.
+    fn newest(
+        &self,
+        folder: &Path,
+        salvaged: Option<&Result<Rescued, String>>,
+    ) -> (Option<(PathBuf, u64)>, Vec<String>) {
+        if let Some(Ok(Rescued { step, path })) = salvaged {
+            return (Some((path.clone(), (*step).min(self.end))), Vec::new());
+        }
         let mut damaged = Vec::new();
         let all = runtime::checkpoint::numbered(folder).into_iter().rev();
         let is_its_own = |path: &PathBuf| match runtime::checkpoint::summary(path) {
@@ -288,7 +306,7 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
     // Ranks may have left what they had in memory, of a later step than the newest checkpoint is.
     let kept = usize::from(args.checkpoints_kept);
     let salvaged = runtime::checkpoint::salvage(folder, kept, &journal.run);
-    let (newest, damaged) = journal.newest(folder);
+    let (newest, damaged) = journal.newest(folder, salvaged.as_ref());
     let step = newest.as_ref().map_or(journal.first, |(_, step)| *step);
     let began = Instant::now();
     let mut planned = String::new();
@@ -420,5 +438,45 @@ impl Part {
     /// Whether the plan's file is still the one that was played.
     fn is_there(&self) -> bool {
         plan_file::load(&self.plan).is_ok_and(|loaded| loaded.hash == self.hash)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of what ranks left, each shard was read when it was made a checkpoint; that of an hour's
+    /// training takes minutes to read.
+    #[test]
+    fn what_was_salvaged_is_not_read_again() {
+        let part = Part {
+            plan: "plan.json".into(),
+            hash: "0".into(),
+            ranks: 2,
+            processes: 2,
+        };
+        let journal = Journal {
+            is_done: false,
+            job: BTreeMap::new(),
+            began: part.clone(),
+            planned: part,
+            processes: 2,
+            first: 0,
+            end: 7,
+            total_steps: None,
+            run: "1f".into(),
+            losses: 1,
+        };
+        // Nobody could read this one.
+        let path = PathBuf::from("/nowhere/0003-step-9");
+        let salvaged = Ok(Rescued {
+            step: 9,
+            path: path.clone(),
+        });
+        let folder = Path::new("/nowhere");
+        let (newest, damaged) = journal.newest(folder, Some(&salvaged));
+        assert_eq!((newest, damaged.len()), (Some((path, 7)), 0));
+        let none = journal.newest(folder, Some(&Err("one had not written".into())));
+        assert_eq!(none, (None, Vec::new()));
     }
 }

@@ -126,7 +126,8 @@ fn wait(
     longest: Duration,
 ) -> Result<(ExitStatus, bool), Failure> {
     let pid = Pid::from_child(child);
-    let (mut asked, mut stopped): (Option<Instant>, Option<Instant>) = (None, None);
+    // It is stopped for as long as this one sees it so: both may have been.
+    let (mut asked, mut stopped): (Option<Instant>, _) = (None, Duration::ZERO);
     loop {
         if let Some(how) = child
             .try_wait()
@@ -162,15 +163,15 @@ fn wait(
             let _ = rustix::process::kill_process_group(pid, Signal::CONT);
         }
         stopped = match is_stopped(pid) {
-            true => stopped.or(Some(Instant::now())),
-            false => None,
+            true => stopped + LOOK,
+            false => Duration::ZERO,
         };
-        if stopped.is_some_and(|since| since.elapsed() > longest) {
+        if stopped > longest {
             crate::say(format_args!(
                 "process 0 is stopped for longer than --time-out: it is killed"
             ));
             let _ = rustix::process::kill_process(pid, Signal::KILL);
-            stopped = None;
+            stopped = Duration::ZERO;
         }
         std::thread::sleep(LOOK);
     }

@@ -60,9 +60,11 @@ impl Unasked {
     /// made or written to, and has the run go on without.
     pub fn begin(args: &mut RunArgs, interrupts: &Interrupts) -> Option<Self> {
         let folder = args.record.clone().filter(|_| args.records_by_default)?;
-        interrupts.makes(&folder);
-        let made = outputs::check_folder(&folder);
-        match made.and_then(|()| Ok(record::make_way(&folder)?)) {
+        let made = interrupts.makes(&folder, || {
+            outputs::check_folder(&folder)?;
+            Ok::<(), Failure>(record::make_way(&folder)?)
+        });
+        match made {
             Ok(()) => Some(Unasked(folder)),
             Err(failure) => {
                 crate::say(format_args!(
@@ -77,8 +79,7 @@ impl Unasked {
     /// That is to be before the processes have come together: no rank of the run writes by then.
     pub fn begin_elsewhere(args: &RunArgs, interrupts: &Interrupts) -> Option<Self> {
         let folder = args.record.clone().filter(|_| args.records_by_default)?;
-        interrupts.makes(&folder);
-        let is_made = std::fs::create_dir(&folder).is_ok();
+        let is_made = interrupts.makes(&folder, || std::fs::create_dir(&folder).is_ok());
         // What cannot be taken out of the way stays.
         let _ = record::make_way(&folder);
         is_made.then(|| Unasked(folder))
