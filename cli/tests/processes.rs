@@ -4,6 +4,8 @@
 
 #[path = "processes/elastic.rs"]
 mod elastic;
+#[path = "processes/launchers.rs"]
+mod launchers;
 mod support;
 
 use rustix::process::{Pid, Signal, kill_process};

@@ -116,6 +116,8 @@ struct Desk {
     fates: Mutex<BTreeMap<usize, String>>,
     /// Whether anybody notes that.
     is_watched: Mutex<bool>,
+    /// The first one that said that its launcher has ended.
+    orphan: Mutex<Option<usize>>,
     /// Failures of the connections to them.
     breaks: Mutex<BTreeMap<usize, String>>,
 }
@@ -240,6 +242,13 @@ impl Processes {
     pub fn ended(&self, process: usize, how: impl Into<String>) {
         lock(&self.desk.fates).insert(process, how.into());
     }
+    /// The way to speak of launchers, which may outlive these.
+    pub fn launchers(&self) -> Launchers {
+        Launchers {
+            lines: Arc::clone(&self.lines),
+            desk: Arc::clone(&self.desk),
+        }
+    }
     /// Which ranks of a plan each process has: consecutive ones, as evenly as can be.
     pub(crate) fn share(&self, ranks: &[Rank]) -> Vec<Vec<Rank>> {
         let (mut sorted, of) = (ranks.to_vec(), self.place.of);
@@ -299,6 +308,25 @@ impl Processes {
     }
 }
 
+/// The way on which the processes of a run tell process 0 that their launcher has ended.
+pub struct Launchers {
+    lines: Arc<Lines>,
+    desk: Arc<Desk>,
+}
+
+impl Launchers {
+    /// Says to process 0 that the launcher of this process has ended: nobody else would end it, so
+    /// the run is to end in order.
+    pub fn have_ended(&self) {
+        let (head, body) = (Head::Orphaned, None);
+        self.lines.send(0, Letter { head, body });
+    }
+    /// The first process that said so.
+    pub fn orphan(&self) -> Option<usize> {
+        *lock(&self.desk.orphan)
+    }
+}
+
 impl Drop for Processes {
     /// Closes the desk; what was sent before is still written.
     fn drop(&mut self) {
@@ -344,6 +372,9 @@ fn read(desk: &Desk, process: usize, stream: Box<dyn Read + Send>) {
     let mut from = BufReader::with_capacity(READ_AHEAD, stream);
     let how = loop {
         match frame::read(&mut from) {
+            Ok(Some((Head::Orphaned, _))) => {
+                lock(&desk.orphan).get_or_insert(process);
+            }
             Ok(Some((head, block))) => take(&attached, head, block),
             Ok(None) => break None,
             Err(e) => break Some(format!("its connection broke: {e}")),

@@ -4,6 +4,7 @@ use super::children::Children;
 use super::fabric::Chosen;
 use super::last_resort;
 use super::launcher::{self, Launched};
+use super::orphan::Orphan;
 use super::rendezvous::{self, Appointment};
 use crate::args::RunArgs;
 use crate::failure::{Exit, Failure};
@@ -14,15 +15,12 @@ use std::io::{BufRead, Read, Seek, SeekFrom};
 use std::net::{Ipv4Addr, SocketAddr, ToSocketAddrs};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// How long processes have to come together, however short `--time-out` is: that is chosen for steps,
 /// and a process that starts reads, lowers and checks the plan first. On a busy machine this took more
 /// than the two seconds that a soak of kills gave it.
 const LEAST_TO_JOIN: Duration = Duration::from_secs(20);
-/// How often a process that waits to join looks whether the one that started it is there.
-const LOOK_FOR_PARENT: Duration = Duration::from_millis(100);
 
 /// Which processes have the ranks of a run.
 #[derive(Debug)]
@@ -269,37 +267,6 @@ pub fn gather(
             let host = Host::open(bound(args, &address)?, token)?;
             with_launched(host)
         }
-    }
-}
-
-/// Ends this process when the one that started it has, as long as this is there: until they have met,
-/// no connection says so, and the place where they would meet stays empty.
-struct Orphan(Arc<AtomicBool>);
-
-impl Orphan {
-    fn watch(parent: u32) -> Self {
-        let has_joined = Arc::new(AtomicBool::new(false));
-        let seen = Arc::clone(&has_joined);
-        let is_parent =
-            move |p: rustix::process::Pid| p.as_raw_nonzero().get().cast_unsigned() == parent;
-        std::thread::spawn(move || {
-            while !seen.load(Ordering::Relaxed) {
-                if !rustix::process::getppid().is_some_and(is_parent) {
-                    crate::say(format_args!(
-                        "process 0 (pid {parent}) ended before this process joined it"
-                    ));
-                    std::process::exit(Exit::RunFailed as i32);
-                }
-                std::thread::sleep(LOOK_FOR_PARENT);
-            }
-        });
-        Orphan(has_joined)
-    }
-}
-
-impl Drop for Orphan {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
     }
 }
 

@@ -106,6 +106,18 @@ pub fn is_there(env: &dyn Fn(&str) -> Option<String>) -> bool {
     launcher(env).is_some()
 }
 
+/// The name of the variable that a launcher sets in the processes that it starts, and nobody before it;
+/// none without a launcher, or where somebody may have set its variables by hand. Torchrun sets its
+/// run's name beside RANK, which others set, too; other launchers are not imitated.
+pub fn mark(env: &dyn Fn(&str) -> Option<String>) -> Option<&'static str> {
+    let found = launcher(env)?;
+    let mark = match found.by {
+        "torchrun" => "TORCHELASTIC_RUN_ID",
+        _ => found.index,
+    };
+    env(mark).map(|_| mark)
+}
+
 /// Reads what the environment says; nothing without a launcher, or where it started one process.
 ///
 /// Fails when a variable is not what its launcher would set.
@@ -257,7 +269,11 @@ mod tests {
     fn one_process_and_none_are_alone() {
         assert_eq!(of(&[]).unwrap(), None);
         assert_eq!(of(&[("RANK", "0"), ("WORLD_SIZE", "1")]).unwrap(), None);
-        assert!(is_there(&|name| (name == "RANK").then(|| "0".into())));
+        let by_hand = |name: &str| (name == "RANK").then(|| "0".into());
+        assert!(is_there(&by_hand) && mark(&by_hand).is_none());
+        let is_set = |name: &str| ["RANK", "TORCHELASTIC_RUN_ID"].contains(&name);
+        let by_torchrun = |name: &str| is_set(name).then(|| "0".into());
+        assert_eq!(mark(&by_torchrun), Some("TORCHELASTIC_RUN_ID"));
         assert!(!is_there(&|_| None));
     }
 
