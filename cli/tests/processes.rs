@@ -1058,6 +1058,33 @@ fn a_rank_that_hangs_is_found_after_the_end() {
     assert_eq!(culprits, serde_json::json!([2]), "{words}");
 }
 
+/// A process 0 that stood still until the others had ended without it finds that they have gone: it blames
+/// none of them, and `doctor` still says who it was.
+#[test]
+fn a_process_0_that_goes_on_too_late_blames_nobody_else() {
+    let place = Place::with_plan();
+    let args = [&RUN[..], &UNASKED, &["--time-out", "2"]].concat();
+    let child = command(&place, &args).begin().unwrap();
+    process_in(&place, "run.records", 2, 20);
+    send("-STOP", child.id());
+    let since = Instant::now();
+    // Those that have ended stay until their parent has heard of it, without their command line.
+    while processes_of(&place, "run.json") != [child.id()] {
+        assert!(since.elapsed() < Duration::from_secs(60), "others go on");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    send("-CONT", child.id());
+    let output = child.wait_with_output().unwrap();
+    let words = said(&output);
+    assert_eq!(output.status.code(), Some(6), "{words}");
+    let expected = "process 0 stood still, or could not be heard: the others have ended without it (rank0 is lost";
+    assert!(words.contains(expected), "{words}");
+    let (words, culprits) = examined(&place);
+    let found = "The run itself found: rank0 is lost (it does not answer).";
+    assert!(words.starts_with(found), "{words}");
+    assert_eq!(culprits, serde_json::json!([0]), "{words}");
+}
+
 /// The folder that nobody asked for goes with a run that ends well, after losses too, and takes nothing
 /// with it that is not of a run. Where there can be none, the run does without.
 #[test]

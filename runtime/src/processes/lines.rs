@@ -293,7 +293,7 @@ impl Processes {
     }
     /// The error of a rank of a process that is there and does not answer.
     pub(crate) fn silent(&self, process: usize, rank: Rank) -> RuntimeError {
-        self.lost((process, rank), "it does not answer".into(), true)
+        self.lost((process, rank), crate::record::SILENT.into(), true)
     }
     fn lost(&self, (process, rank): (usize, Rank), how: String, is_silent: bool) -> RuntimeError {
         let who = self.all.get(process).cloned();
