@@ -146,6 +146,8 @@ impl Desk {
 pub struct Processes {
     place: Place,
     all: Vec<Who>,
+    /// Which one of those on its host this is, where a launcher says so.
+    local: Option<usize>,
     lines: Arc<Lines>,
     desk: Arc<Desk>,
     writers: Mutex<Vec<JoinHandle<()>>>,
@@ -201,6 +203,7 @@ impl Processes {
         Processes {
             place,
             all,
+            local: None,
             lines: Arc::new(Lines {
                 to: RwLock::new(to),
             }),
@@ -210,6 +213,11 @@ impl Processes {
             behind: Mutex::default(),
             has_left: Arc::default(),
         }
+    }
+    /// With the number that this process has among those on its host, where a launcher says so.
+    pub fn with_local(mut self, local: Option<usize>) -> Self {
+        self.local = local;
+        self
     }
     /// Has the end of these processes wait for this thread, too.
     #[cfg(feature = "mpi")]
@@ -257,6 +265,21 @@ impl Processes {
         (0..of)
             .map(|p| sorted[bound(p)..bound(p + 1)].to_vec())
             .collect()
+    }
+    /// How many ranks the processes before this one on its host have, given those of each process. The
+    /// launcher's number says that where all have as many. Else they are those with a smaller
+    /// number of which the host has the same name, wherever the launcher has placed them.
+    pub(crate) fn ranks_before(&self, shares: &[Vec<Rank>]) -> usize {
+        let me = self.place.index;
+        let own = shares.get(me).map_or(0, Vec::len);
+        match self.local {
+            Some(local) if shares.iter().all(|s| s.len() == own) => local * own,
+            _ => {
+                let before = self.all.iter().zip(shares).take(me);
+                let here = before.filter(|(who, _)| who.host == self.all[me].host);
+                here.map(|(_, share)| share.len()).sum()
+            }
+        }
     }
     /// Closes all connections at once, as the death of a process does.
     #[cfg(test)]

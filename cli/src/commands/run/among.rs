@@ -102,6 +102,15 @@ impl Setting {
             Setting::Mpi(mpi) => mpi.place().index,
         }
     }
+    /// Which one of those on its host this process is, where its launcher says so.
+    fn local(&self) -> Option<usize> {
+        match self {
+            Setting::Alone | Setting::Starts(_) | Setting::Started(_) => None,
+            Setting::Launched(launched) => launched.local,
+            #[cfg(feature = "mpi")]
+            Setting::Mpi(_) => beside_mpi()?.local,
+        }
+    }
     /// How many processes there are, and how many of them on this host, for a plan of so many
     /// ranks.
     pub fn counts(&self, n_ranks: usize) -> (usize, usize) {
@@ -110,7 +119,11 @@ impl Setting {
             Setting::Starts(n) => (n.unwrap_or(n_ranks), n.unwrap_or(n_ranks)),
             Setting::Started(place) => (place.of, place.of),
             #[cfg(feature = "mpi")]
-            Setting::Mpi(mpi) => (mpi.place().of, mpi.place().of),
+            Setting::Mpi(mpi) => {
+                let of = mpi.place().of;
+                let here = beside_mpi().and_then(|l| l.on_this_host);
+                (of, here.unwrap_or(of))
+            }
             Setting::Launched(l) => {
                 let of = l.place.of;
                 let here = if l.is_local() { of } else { 1 };
@@ -118,6 +131,11 @@ impl Setting {
             }
         }
     }
+}
+
+#[cfg(feature = "mpi")]
+fn beside_mpi() -> Option<Launched> {
+    launcher::launched(&|name| std::env::var(name).ok()).ok()?
 }
 
 /// The processes of a run. Those that this one started end with it.
@@ -183,8 +201,8 @@ pub fn gather(
     let patience = Duration::from_secs(args.time_out).max(LEAST_TO_JOIN);
     let is_asked = || interrupts.is_asked().then(|| early(args).to_string());
     let interrupted = || Failure::new(Exit::Interrupted, early(args));
-    let alone = |processes| Company {
-        processes: Arc::new(processes),
+    let alone = |processes: Processes| Company {
+        processes: Arc::new(processes.with_local(setting.local())),
         children: None,
     };
     let with_launched =
