@@ -467,6 +467,52 @@ fn hosts_meet_at_an_address_with_a_secret() {
     assert_eq!(steps(&run_json(&place, "run.json")).len(), 2);
 }
 
+/// The secret of a run comes by a descriptor that a process inherits, of a file or of a pipe.
+#[test]
+fn a_secret_is_inherited() {
+    let place = Place::with_plan();
+    place.write("token", "8f".repeat(32));
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = port.local_addr().unwrap().to_string();
+    drop(port);
+    let start = |rank: &str, how: &str| {
+        let flags = ["--steps", "2", "-o", "run.json", "--bind", "127.0.0.1"];
+        let mut command = Command::new("bash");
+        command
+            .args(["-c", &format!("exec \"$0\" \"$@\" --token-file {how}")])
+            .arg(env!("CARGO_BIN_EXE_meshwright"))
+            .args([&RUN[..], &flags, &["--rendezvous", &address]].concat())
+            .envs([("RANK", rank), ("WORLD_SIZE", "2")])
+            .env("LOCAL_WORLD_SIZE", "1")
+            .current_dir(place.path("."))
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        command.begin().unwrap()
+    };
+    for ways in [
+        ["/dev/fd/9 9<token", "<(cat token)"],
+        [
+            "/proc/self/fd/7 7<<<$(cat token)",
+            "/dev/fd/0 < <(cat token)",
+        ],
+    ] {
+        let both = [start("0", ways[0]), start("1", ways[1])];
+        for output in both.map(|c| c.wait_with_output().unwrap()) {
+            assert_eq!(output.status.code(), Some(0), "{ways:?}: {}", said(&output));
+        }
+    }
+    // Others than the process' own are files as any other.
+    for (how, words) in [
+        ("/dev/fd/77", "No such file or directory"),
+        ("/dev/fd/9 9<text.txt", "a token"),
+        ("token", "others can read it"),
+    ] {
+        let output = start("1", how).wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(3), "{how}: {}", said(&output));
+        assert!(said(&output).contains(words), "{how}: {}", said(&output));
+    }
+}
+
 #[test]
 fn a_killed_process_is_named_and_nobody_is_left() {
     let place = Place::with_plan();
