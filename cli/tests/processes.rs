@@ -913,6 +913,9 @@ fn a_checkpoint_that_cannot_be_written_ends_no_run() {
     let words = said(&output);
     assert!(words.contains("the run goes on"), "{words}");
     assert_eq!(output.status.code(), Some(3), "{words}");
+    let lost = "state has no whole checkpoint of this run: its ";
+    assert!(words.contains(lost), "{words}");
+    assert!(words.contains(" steps are lost"), "{words}");
     // The measurement was written, and so were the earlier checkpoints.
     assert!(steps(&run_json(&place, "run.json")).len() > 3);
     let again = ["--steps", "1", "--resume", "elsewhere", "-o", "again.json"];

@@ -265,7 +265,11 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         };
         let path = saved.as_deref().unwrap_or(folder);
         let what = format!("{} has the training state", path.display());
-        let saved = saved.map_err(|(e, words)| failure_of(e, words));
+        let saved = saved.map_err(|(e, words)| {
+            let failure = failure_of(e, words);
+            let what = format!("{failure}; {}", so_far.without_last(folder));
+            failure.saying(what)
+        });
         attempt(what, saved.map(|_| ()));
     }
     if let (Some(path), Some((config, _))) = (&args.save, &config) {
@@ -484,7 +488,12 @@ fn not_all(failed: Vec<Failure>, written: &[String]) -> Failure {
     }
     let first = failed.into_iter().next();
     let internal = || Failure::new(Exit::Internal, "nothing failed");
-    first.unwrap_or_else(internal).saying(words.join("\n"))
+    let failure = first.unwrap_or_else(internal).saying(words.join("\n"));
+    // Nothing that was given was bad.
+    match failure.exit() {
+        Exit::BadInput => failure.called("not all was written"),
+        _ => failure,
+    }
 }
 
 /// Reports that a run ended before its last step, what was written, and how it can go on.

@@ -20,7 +20,7 @@ use runtime::record;
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -104,6 +104,33 @@ pub struct SoFar {
 }
 
 impl SoFar {
+    /// The newest checkpoint and what it does not have, in words, where the last one could not be written
+    /// to this folder.
+    pub fn without_last(&self, folder: &Path) -> String {
+        let lost = |step: u64| match self.done.saturating_sub(step) {
+            0 => "no step is lost".to_string(),
+            1 => "the step after it is lost".to_string(),
+            n => format!("the {n} steps after it are lost"),
+        };
+        match newest_whole(self.written.clone()).0 {
+            Some((path, step)) => format!(
+                "the newest whole checkpoint is {}, of step {step}: {}",
+                path.display(),
+                lost(step)
+            ),
+            None => {
+                let n = self.done.saturating_sub(self.first);
+                format!(
+                    "{} has no whole checkpoint of this run: its {} lost",
+                    folder.display(),
+                    match n {
+                        1 => "step is".to_string(),
+                        n => format!("{n} steps are"),
+                    }
+                )
+            }
+        }
+    }
     /// The checkpoint to go on from and its step, and where its states are from, in words.
     fn source(self, args: &RunArgs) -> (Option<PathBuf>, u64, String) {
         let reason = match self.rescued {
