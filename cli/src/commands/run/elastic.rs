@@ -155,17 +155,7 @@ impl SoFar {
             .map(|d| format!(" Passed over {d}."))
             .collect();
         let began = self.first;
-        let lost = |step: u64| match self.done.saturating_sub(step) {
-            0 => String::new(),
-            n => format!(
-                " {} lost, which the run makes again: it had come to step {}, and goes on from step {step}.",
-                match n {
-                    1 => "1 step is".to_string(),
-                    n => format!("{n} steps are"),
-                },
-                self.done
-            ),
-        };
+        let lost = |step: u64| steps_lost(self.done, step);
         match (newest, &args.resume) {
             (Some((path, step)), _) => {
                 let words = format!(
@@ -196,6 +186,26 @@ impl SoFar {
             }
         }
     }
+}
+
+/// The steps that are lost where a run had made so many and goes on from this one, as a sentence behind
+/// others; nothing where there are none.
+pub fn steps_lost(done: u64, step: u64) -> String {
+    let lost = match done.saturating_sub(step) {
+        0 => return String::new(),
+        1 => "1 step is".to_string(),
+        n => format!("{n} steps are"),
+    };
+    format!(
+        " {lost} lost, which the run makes again: it had come to step {done}, and goes on from step {step}."
+    )
+}
+
+/// The degrees of a plan, and what it was predicted to take.
+pub fn described(loaded: &Loaded) -> String {
+    let degrees = Degrees::of(&loaded.plan, &loaded.training);
+    let predicted = loaded.plan.predicted.step_time_s;
+    format!("{degrees}, {predicted} predicted")
 }
 
 /// The newest of these checkpoints that is whole, and what is wrong with those after it.
@@ -278,10 +288,7 @@ fn prepared(
         };
         journal.losses = losses;
     });
-    let [before, after] = [loaded, &new].map(|l| {
-        let degrees = Degrees::of(&l.plan, &l.training);
-        format!("{degrees}, {} predicted", l.plan.predicted.step_time_s)
-    });
+    let [before, after] = [loaded, &new].map(described);
     let records = records_aside(args, losses);
     crate::say(format_args!(
         "going on with {} in place of {n_ranks}, from step {step}: planned again in {searched:.1} s ({}).\n{}\n  Before: {before}\n  Now:    {after}{records}",
