@@ -451,6 +451,76 @@ by_nccl! {
         ["data=1", "tensor=2", "pipeline=2", "microbatch=1"];
 }
 
+/// The bound by which a run is refused holds of what ranks say they took, and of the GPUs' memory.
+#[test]
+fn memory_beside_arenas_has_a_bound() {
+    let test = "memory_beside_arenas_has_a_bound";
+    if !is_emulated_with(test, &[("MESHWRIGHT_EMULATOR_GPUS", "4")]) {
+        return;
+    }
+    // The emulator counts the memory of its GPUs together.
+    let free = || runtime::device::cuda::free_memory(0).expect("it is asked");
+    let cases: [(&str, u32, &[&str]); 5] = [
+        ("gpt2_small_tied", 1, &["data=1"]),
+        (
+            "llama_untied_rope",
+            4,
+            &["data=4", "tensor=1", "pipeline=1", "zero=3"],
+        ),
+        (
+            "gpt2_untied_gelu",
+            4,
+            &["data=1", "tensor=2", "pipeline=2", "microbatch=1"],
+        ),
+        (
+            "gpt2_untied_gelu",
+            2,
+            &[
+                "context=2",
+                "context_attention=ring",
+                "data=1",
+                "pipeline=1",
+            ],
+        ),
+        (
+            "mixtral",
+            2,
+            &[
+                "data=2",
+                "expert=2",
+                "tensor=1",
+                "pipeline=1",
+                "microbatch=4",
+            ],
+        ),
+    ];
+    for (name, n, pins) in cases {
+        let case = Case::load(name);
+        let made = planned(&case.forward, &case.train, &cluster(n), pins).expect("it plans");
+        let program = &made.program;
+        let bound = |role| runtime::device::cuda::beside_arena(program, role).expect("it is known");
+        let bounds = program.roles.iter().flat_map(|role| {
+            let most = role.arena_bytes + bound(role);
+            role.mesh.ranks().map(move |rank| (rank.0 as usize, most))
+        });
+        let bounds: Vec<(usize, u64)> = bounds.collect();
+        let all: u64 = bounds.iter().map(|b| b.1).sum();
+        let before = free();
+        let mut session = case.session_on_gpus(program, Some(7), Meets::Nccl);
+        for (step, batch) in case.batches.iter().take(STEPS).enumerate() {
+            let got = session
+                .step(batch, case.lr, step == 0)
+                .expect("it is played");
+            for &(rank, most) in &bounds {
+                let peak = got.peak_bytes[rank];
+                assert!(peak <= most, "{name}, rank {rank}: {peak} of {most} bytes");
+            }
+            let taken = before - free();
+            assert!(taken <= all, "{name}: {taken} of {all} bytes were taken");
+        }
+    }
+}
+
 /// The ranks of a stage fail in the middle of a step: the error is theirs, and the others stop.
 #[test]
 fn nccl_names_the_rank_that_failed() {

@@ -4,13 +4,15 @@
 //! can wait for others is a role's list of events: exchanges and world sums, in trace order.
 //! A role stands at its next event; an exchange is complete when each partner has come to
 //! the matching one, a world sum when all roles have come to theirs. Whatever still stands
-//! when nothing moves is stuck.
+//! when nothing moves is stuck, and those of them that wait for each other in a circle are named.
 
 use crate::facts::Facts;
-use crate::report::{Report, slot_place};
+use crate::report::{Report, role_place, slot_place};
 use ir::TransferId;
 use ir::program::{InstrKind, Program};
-use std::collections::BTreeMap;
+use petgraph::algo::tarjan_scc;
+use petgraph::graph::{DiGraph, NodeIndex};
+use std::collections::{BTreeMap, VecDeque};
 
 /// A tensor on its way between roles: the transfer, and the microbatch that it is of.
 type Message = (TransferId, Option<u32>);
@@ -164,23 +166,55 @@ fn play(program: &Program, events: &Events, needed: &Needed, report: &mut Report
             }
         }
     }
-    for (i, &k) in at.iter().enumerate().filter(|&(i, &k)| k < events[i].len()) {
-        let waits: Vec<String> = needed[i][k]
-            .iter()
-            .filter(|&&(r, other)| at[r] < other)
-            .map(|&(r, other)| {
-                let stands = slot_place(program, r, events[r][at[r].min(events[r].len() - 1)].slot);
-                format!(
-                    "{}, which stands at {stands}",
-                    slot_place(program, r, events[r][other].slot)
-                )
-            })
-            .collect();
-        report.add(
-            slot_place(program, i, events[i][k].slot),
-            "deadlock",
-            "partners that come",
-            waits.join("; "),
-        );
+    let stuck = |&(i, k): &(usize, usize)| k < events[i].len();
+    let stuck: Vec<(usize, usize)> = at.iter().copied().enumerate().filter(stuck).collect();
+    let awaited = |(i, k): (usize, usize)| needed[i][k].iter().filter(|&&(r, other)| at[r] < other);
+    let pair = |&s: &(usize, usize)| awaited(s).map(move |x| (s.0 as u32, x.0 as u32));
+    let waits: Waits = DiGraph::from_edges(stuck.iter().flat_map(pair));
+    let circles = tarjan_scc(&waits);
+    let circles: Vec<Vec<usize>> = circles
+        .iter()
+        .filter_map(|all| circle(&waits, all))
+        .collect();
+    let stands = |i: usize| slot_place(program, i, events[i][at[i].min(events[i].len() - 1)].slot);
+    for &(i, k) in &stuck {
+        let waits = awaited((i, k)).map(|&(r, other)| {
+            let what = slot_place(program, r, events[r][other].slot);
+            format!("{what}, which stands at {}", stands(r))
+        });
+        let mut found = waits.collect::<Vec<_>>().join("; ");
+        if let Some(circle) = circles.iter().find(|c| c.contains(&i)) {
+            let mut others: Vec<String> = circle.iter().map(|&r| stands(r)).collect();
+            others.push(role_place(circle[0]));
+            found += &format!("; a circle: {}", others.join(" waits for "));
+        }
+        report.add(stands(i), "deadlock", "partners that come", found);
     }
+}
+
+/// The roles that wait, each for others.
+type Waits = DiGraph<(), ()>;
+
+/// A shortest circle through the first of some roles that all wait for each other, that one first; none
+/// of a role that waits for others alone.
+fn circle(waits: &Waits, among: &[NodeIndex]) -> Option<Vec<usize>> {
+    let first = *among.iter().min()?;
+    // By role, the one that waits for it.
+    let mut from: BTreeMap<NodeIndex, NodeIndex> = BTreeMap::new();
+    let mut queue = VecDeque::from([first]);
+    while let Some(i) = queue.pop_front() {
+        for r in waits.neighbors(i) {
+            if r == first {
+                let back = std::iter::successors(Some(i), |r| from.get(r).copied());
+                let mut circle: Vec<usize> = back.map(NodeIndex::index).collect();
+                circle.reverse();
+                return Some(circle);
+            }
+            if among.contains(&r) && !from.contains_key(&r) {
+                from.insert(r, i);
+                queue.push_back(r);
+            }
+        }
+    }
+    None
 }

@@ -550,6 +550,11 @@ fn the_world_sum_takes_every_entry_once() {
 /// Two stages that exchange transfers 0 (to stage 1) and 1 (back): what each of their
 /// exchanges sends and receives.
 fn meeting(exchanges: [&[(&[u32], &[u32])]; 2]) -> Vec<Violation> {
+    meeting_of(&[(0, 1), (1, 0)], &exchanges)
+}
+
+/// Stages with transfers from one to another: what each of their exchanges sends and receives.
+fn meeting_of(transfers: &[(u32, u32)], exchanges: &[&[(&[u32], &[u32])]]) -> Vec<Violation> {
     let (plan, training) = plan(1);
     let mut program = program(&plan, &training);
     let transfer = |from, to| ir::program::Transfer {
@@ -561,8 +566,8 @@ fn meeting(exchanges: [&[(&[u32], &[u32])]; 2]) -> Vec<Violation> {
         from_spec: ShardingSpec::replicated(0),
         to_spec: ShardingSpec::replicated(0),
     };
-    program.transfers = vec![transfer(0, 1), transfer(1, 0)];
-    program.roles.push(program.roles[0].clone());
+    program.transfers = transfers.iter().map(|&(a, b)| transfer(a, b)).collect();
+    program.roles = vec![program.roles[0].clone(); exchanges.len()];
     for (role, exchanges) in program.roles.iter_mut().zip(exchanges) {
         let of = |xs: &[u32]| {
             xs.iter()
@@ -615,6 +620,30 @@ fn opposite_sends_hang_unless_they_proceed_together() {
         meeting([&[(&[0], &[]), (&[], &[1])], &[(&[], &[0]), (&[1], &[])]]),
         []
     );
+}
+
+/// Three stages hand a value around, and the last one hands it on to a fourth. With the
+/// exchanges of the first one swapped they wait for each other; the fourth waits for them.
+#[test]
+fn those_that_wait_in_a_circle_are_named() {
+    let transfers = [(0, 1), (1, 2), (2, 0), (2, 3)];
+    let around: [&[(&[u32], &[u32])]; 4] = [
+        &[(&[0], &[]), (&[], &[2])],
+        &[(&[], &[0]), (&[1], &[])],
+        &[(&[], &[1]), (&[2], &[]), (&[3], &[])],
+        &[(&[], &[3])],
+    ];
+    assert_eq!(meeting_of(&transfers, &around), []);
+    let mut swapped = around.map(<[_]>::to_vec);
+    swapped[0].swap(0, 1);
+    let found = meeting_of(&transfers, &swapped.each_ref().map(Vec::as_slice));
+    let said: Vec<&str> = found.iter().map(|v| v.actual.as_str()).collect();
+    assert!(found.iter().all(|v| v.rule == "deadlock"), "{found:#?}");
+    let at = |stage: u32| format!("stage {stage} slot 0 (exchange of microbatch 0)");
+    let [a, b, c] = [0, 2, 1].map(at);
+    let circle = format!("; a circle: {a} waits for {b} waits for {c} waits for stage 0");
+    let named: Vec<bool> = said.iter().map(|s| s.ends_with(&circle)).collect();
+    assert_eq!(named, [true, true, true, false], "{found:#?}");
 }
 
 #[test]

@@ -428,7 +428,14 @@ fn sweep_has_a_row_for_every_point() {
         }
     }
     let csv = String::from_utf8(place.read("sweep.csv")).unwrap();
-    assert_eq!(csv.lines().count(), 5);
+    let table = published::csv::parse(&csv).unwrap();
+    assert_eq!(table.records.len(), 4);
+    let of = |key: &str| table.header.iter().position(|h| h == key).unwrap();
+    for (record, row) in table.records.iter().zip(rows) {
+        let step_time_s: f64 = record[of("step_time_s")].parse().unwrap();
+        assert_eq!(row["point"]["step_time_s"], step_time_s);
+        assert_eq!(record[of("reason")], "");
+    }
     let svg = String::from_utf8(place.read("sweep.svg")).unwrap();
     // Four speeds and the two costs that have a price.
     assert_eq!(svg.matches("<circle").count(), 6);

@@ -8,10 +8,11 @@
 
 use crate::program::Space;
 use crate::storage::Storage;
-use crate::{Bytes, DType, DeviceMesh, Figure};
+use crate::{Bytes, DType, DeviceMesh};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
+mod figures;
 mod unequal;
 pub use unequal::{Degraded, Group, Missing};
 
@@ -22,9 +23,6 @@ pub const MAX_DEVICES: u64 = 1 << 20;
 /// Largest figure in a cluster; the smallest that may not be zero is its inverse. Whatever is
 /// computed from figures in this range is finite.
 pub const MAX_FIGURE: f64 = 1e30;
-/// The range of a share, for messages.
-pub(crate) const SHARE: &str = "expected more than 0, at most 1";
-
 /// A cluster; its own hosts are the first group of [`Cluster::groups`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -410,9 +408,6 @@ impl Cluster {
                 p.push(text);
             }
         };
-        let positive = |x: f64| (1.0 / MAX_FIGURE..=MAX_FIGURE).contains(&x);
-        let amount = |x: f64| (0.0..=MAX_FIGURE).contains(&x);
-        let share = |x: f64| (1.0 / MAX_FIGURE..=1.0).contains(&x);
         check(
             self.version == CLUSTER_VERSION,
             format!(
@@ -438,124 +433,13 @@ impl Cluster {
             !d.peak_flops_per_s.is_empty(),
             "device.peak_flops_per_s is empty".into(),
         );
-        for (name, &x) in d.kernels.iter().flat_map(|k| &k.time_factor) {
-            check(
-                positive(x),
-                format!(
-                    "device.kernels.time_factor.{name} is {x}, expected a positive number up to {MAX_FIGURE:e}",
-                    x = Figure(x)
-                ),
-            );
-        }
-        for (t, &x) in &d.peak_flops_per_s {
-            check(
-                positive(x),
-                format!(
-                    "device.peak_flops_per_s.{} is {x}, expected a positive number up to {MAX_FIGURE:e}",
-                    t.name(),
-                    x = Figure(x)
-                ),
-            );
+        for t in d.peak_flops_per_s.keys() {
             check(
                 d.matmul_efficiency.contains_key(t),
                 format!("device.matmul_efficiency.{} is missing", t.name()),
             );
         }
-        for (t, &x) in &d.matmul_efficiency {
-            check(
-                share(x),
-                format!(
-                    "device.matmul_efficiency.{} is {x}, {SHARE}",
-                    t.name(),
-                    x = Figure(x)
-                ),
-            );
-        }
-        for (key, x) in [
-            ("m", d.matmul_half_size.m),
-            ("n", d.matmul_half_size.n),
-            ("k", d.matmul_half_size.k),
-        ] {
-            check(
-                amount(x),
-                format!(
-                    "device.matmul_half_size.{key} is {x}, expected 0 to {MAX_FIGURE:e}",
-                    x = Figure(x)
-                ),
-            );
-        }
-        check(
-            (1.0 / MAX_FIGURE..=2.0).contains(&d.attention_efficiency),
-            format!(
-                "device.attention_efficiency is {}, expected more than 0, at most 2",
-                Figure(d.attention_efficiency)
-            ),
-        );
-        check(
-            share(d.memory_efficiency),
-            format!(
-                "device.memory_efficiency is {}, {SHARE}",
-                Figure(d.memory_efficiency)
-            ),
-        );
-        check(
-            positive(d.vector_flops_per_s),
-            format!(
-                "device.vector_flops_per_s is {}, expected a positive number up to {MAX_FIGURE:e}",
-                Figure(d.vector_flops_per_s)
-            ),
-        );
-        check(
-            positive(d.memory_bandwidth_bytes_per_s),
-            format!(
-                "device.memory_bandwidth_bytes_per_s is {}, expected a positive number up to {MAX_FIGURE:e}",
-                Figure(d.memory_bandwidth_bytes_per_s)
-            ),
-        );
-        check(
-            amount(d.launch_s),
-            format!(
-                "device.launch_s is {}, expected 0 to {MAX_FIGURE:e}",
-                Figure(d.launch_s)
-            ),
-        );
-        for (t, &x) in &d.conversion_s_per_element {
-            check(
-                amount(x),
-                format!(
-                    "device.conversion_s_per_element.{} is {x}, expected 0 to {MAX_FIGURE:e}",
-                    t.name(),
-                    x = Figure(x)
-                ),
-            );
-        }
-        for (key, x) in [
-            ("power_limit_w", d.power_limit_w),
-            ("boost_clock_hz", d.boost_clock_hz),
-        ] {
-            check(
-                x.is_none_or(positive),
-                format!(
-                    "device.{key} is {}, expected a positive number up to {MAX_FIGURE:e}",
-                    Figure(x.unwrap_or(0.0))
-                ),
-            );
-        }
-        for (key, x) in [
-            ("sustained_share", d.sustained_share),
-            ("unaligned_matmul_share", d.unaligned_matmul_share),
-        ] {
-            check(share(x), format!("device.{key} is {}, {SHARE}", Figure(x)));
-        }
-        for (t, &x) in &d.sustained_share_of {
-            check(
-                share(x),
-                format!(
-                    "device.sustained_share_of.{} is {x}, {SHARE}",
-                    t.name(),
-                    x = Figure(x)
-                ),
-            );
+        for t in d.sustained_share_of.keys() {
             check(
                 d.peak_flops_per_s.contains_key(t),
                 format!(
@@ -573,13 +457,6 @@ impl Cluster {
                 d.memory_bytes,
                 d.memory_reserved_bytes.0,
                 d.memory_reserved_bytes
-            ),
-        );
-        check(
-            (0.0..1.0).contains(&d.memory_headroom),
-            format!(
-                "device.memory_headroom is {}, expected a share from 0 to below 1",
-                Figure(d.memory_headroom)
             ),
         );
         check(
@@ -605,7 +482,14 @@ impl Cluster {
                 ),
             );
             below = l.devices.max(1);
-            link_figures(i, l, &mut check);
+            check(
+                i == 0 || l.tree_channel.is_none(),
+                format!("levels[{i}].tree_channel belongs to levels[0], inside hosts"),
+            );
+            check(
+                l.in_switch.is_none() || !l.protocols.is_empty(),
+                format!("levels[{i}].in_switch stands without protocols, which it needs"),
+            );
         }
         let named = self.levels.iter().filter(|l| !l.protocols.is_empty());
         check(
@@ -636,16 +520,9 @@ impl Cluster {
                     pool.devices
                 ),
             );
-            check(
-                positive(pool.compute_devices),
-                format!(
-                    "pool.compute_devices is {}, expected a positive number up to {MAX_FIGURE:e}",
-                    Figure(pool.compute_devices)
-                ),
-            );
             check(pool.memory_bytes.0 > 0, "pool.memory_bytes is 0".into());
         }
-        p.extend(self.storage.iter().flat_map(Storage::problems));
+        p.extend(figures::problems(self));
         p
     }
 }
@@ -654,97 +531,4 @@ impl Cluster {
 fn types(rates: &BTreeMap<DType, f64>) -> String {
     let names: Vec<&str> = rates.keys().map(|t| t.name()).collect();
     names.join(", ")
-}
-
-/// Checks the figures of level `i`.
-fn link_figures(i: usize, l: &Level, check: &mut impl FnMut(bool, String)) {
-    let rate = format!("expected a positive number up to {MAX_FIGURE:e}");
-    let time = format!("expected 0 to {MAX_FIGURE:e}");
-    let positive = |x: f64| (1.0 / MAX_FIGURE..=MAX_FIGURE).contains(&x);
-    let amount = |x: f64| (0.0..=MAX_FIGURE).contains(&x);
-    let share = |x: f64| (1.0 / MAX_FIGURE..=1.0).contains(&x);
-    let mut figure = |key: &str, x: f64, ok: bool, expected: &str| {
-        check(
-            ok,
-            format!("levels[{i}].{key} is {x}, {expected}", x = Figure(x)),
-        );
-    };
-    figure("latency_s", l.latency_s, amount(l.latency_s), &time);
-    let x = l.bandwidth_bytes_per_s;
-    figure("bandwidth_bytes_per_s", x, positive(x), &rate);
-    figure("efficiency", l.efficiency, share(l.efficiency), SHARE);
-    figure("half_bytes", l.half_bytes, amount(l.half_bytes), &time);
-    figure(
-        "devices_per_port",
-        f64::from(l.devices_per_port),
-        l.devices_per_port > 0,
-        "expected at least 1",
-    );
-    if let Some(x) = l.pair_bandwidth_bytes_per_s {
-        figure("pair_bandwidth_bytes_per_s", x, positive(x), &rate);
-    }
-    for (key, x) in [
-        ("all_to_all_efficiency", l.all_to_all_efficiency),
-        ("message_efficiency", l.message_efficiency),
-    ] {
-        if let Some(x) = x {
-            figure(key, x, share(x), SHARE);
-        }
-    }
-    if let Some(s) = &l.in_switch {
-        figure(
-            "in_switch.latency_s",
-            s.latency_s,
-            amount(s.latency_s),
-            &time,
-        );
-        let x = s.efficiency;
-        figure("in_switch.efficiency", x, share(x), SHARE);
-    }
-    if let Some(t) = &l.tree_channel {
-        for (key, x) in [
-            ("two_hosts_bytes_per_s", t.two_hosts_bytes_per_s),
-            ("more_hosts_bytes_per_s", t.more_hosts_bytes_per_s),
-        ] {
-            figure(&format!("tree_channel.{key}"), x, positive(x), &rate);
-        }
-    }
-    if let Some(s) = &l.shared_memory {
-        let x = s.meeting_s;
-        figure("shared_memory.meeting_s", x, amount(x), &time);
-        for (key, x) in [
-            ("copy_bytes_per_s", s.copy_bytes_per_s),
-            ("reduce_bytes_per_s", s.reduce_bytes_per_s),
-        ] {
-            figure(&format!("shared_memory.{key}"), x, positive(x), &rate);
-        }
-    }
-    for (j, p) in l.protocols.iter().enumerate() {
-        for (key, x) in [
-            ("start_s", p.start_s),
-            ("ring_step_s", p.ring_step_s),
-            ("tree_step_s", p.tree_step_s),
-        ] {
-            figure(&format!("protocols[{j}].{key}"), x, amount(x), &time);
-        }
-        for (key, x) in [("ring_share", p.ring_share), ("tree_share", p.tree_share)] {
-            figure(&format!("protocols[{j}].{key}"), x, share(x), SHARE);
-        }
-        if let Some(x) = p.max_bandwidth_bytes_per_s {
-            figure(
-                &format!("protocols[{j}].max_bandwidth_bytes_per_s"),
-                x,
-                positive(x),
-                &rate,
-            );
-        }
-    }
-    check(
-        i == 0 || l.tree_channel.is_none(),
-        format!("levels[{i}].tree_channel belongs to levels[0], inside hosts"),
-    );
-    check(
-        l.in_switch.is_none() || !l.protocols.is_empty(),
-        format!("levels[{i}].in_switch stands without protocols, which it needs"),
-    );
 }

@@ -1,7 +1,6 @@
 //! Memory beside the devices': of hosts, and their files. Checkpoints go there, and buffers may.
 
-use crate::cluster::MAX_FIGURE;
-use crate::{Bytes, Figure};
+use crate::Bytes;
 use serde::{Deserialize, Serialize};
 
 /// How fast devices reach the memory and files of their hosts, and what these hold.
@@ -22,26 +21,4 @@ pub struct Storage {
     /// Bytes of a host's storage that programs may use; absent for none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_file_bytes: Option<Bytes>,
-}
-
-impl Storage {
-    /// Lists the problems of the figures, key by key.
-    pub fn problems(&self) -> Vec<String> {
-        let figures = [
-            (
-                "device_to_host_bytes_per_s",
-                Some(self.device_to_host_bytes_per_s),
-            ),
-            ("host_write_bytes_per_s", Some(self.host_write_bytes_per_s)),
-            ("total_write_bytes_per_s", self.total_write_bytes_per_s),
-        ];
-        let wrong = figures.into_iter().filter_map(|(key, x)| {
-            let x = x.filter(|x| !(1.0 / MAX_FIGURE..=MAX_FIGURE).contains(x))?;
-            Some(format!(
-                "storage.{key} is {x}, expected a positive number up to {MAX_FIGURE:e}",
-                x = Figure(x)
-            ))
-        });
-        wrong.collect()
-    }
 }

@@ -75,13 +75,13 @@ pub fn parse(text: &str) -> Result<Table, CsvError> {
     Ok(Table { header, records })
 }
 
-/// A field as it is written: quoted where it has to be.
-pub fn quoted(field: &str) -> String {
-    if field.contains([',', '"', '\n', '\r']) {
-        format!("\"{}\"", field.replace('"', "\"\""))
-    } else {
-        field.to_string()
-    }
+/// A record as a line, its fields quoted where they have to be.
+pub fn line<F: AsRef<[u8]>>(fields: impl IntoIterator<Item = F>) -> String {
+    let mut writer = ::csv::Writer::from_writer(Vec::new());
+    let written = writer.write_record(fields);
+    let bytes = written.map(|()| writer.into_inner().unwrap_or_default());
+    // Memory takes all that is written, and fields are not cut.
+    String::from_utf8_lossy(&bytes.unwrap_or_default()).into_owned()
 }
 
 /// The line, from 1, of what follows the line ends at a byte.
@@ -104,8 +104,11 @@ mod tests {
         assert_eq!(table.records[0], ["1", "x, \"y\"\nz"]);
         assert_eq!(table.records[1], ["", ""]);
         assert_eq!(table.records.len(), 2);
-        assert_eq!(quoted(&table.records[0][1]), "\"x, \"\"y\"\"\nz\"");
-        assert_eq!(quoted("plain"), "plain");
+        let written = line(&table.records[0]);
+        assert_eq!(written, "1,\"x, \"\"y\"\"\nz\"\n");
+        let again = parse(&format!("a,b\n{written}")).unwrap();
+        assert_eq!(again.records, table.records[..1]);
+        assert_eq!(line(["plain", "", "ä"]), "plain,,ä\n");
     }
 
     #[test]

@@ -71,9 +71,7 @@ pub fn output(rows: &[Row], outcomes: &[Outcome]) -> String {
                 fields.push(e.to_string());
             }
         }
-        let fields: Vec<String> = fields.iter().map(|f| csv::quoted(f)).collect();
-        text += &fields.join(",");
-        text.push('\n');
+        text += &csv::line(&fields);
     }
     text
 }

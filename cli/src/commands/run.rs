@@ -564,9 +564,10 @@ fn has_gpus(args: &RunArgs, loaded: &Loaded, setting: &Setting) -> Result<(), Fa
     let mut needed = vec![0u64; n_gpus];
     let mut n_ranks = vec![0u32; n_gpus];
     for role in &loaded.program.roles {
+        let beside = cuda::beside_arena(&loaded.program, role)?;
+        let bytes = role.arena_bytes.saturating_add(beside);
         for rank in role.mesh.ranks() {
             let gpu = rank.0 as usize % n_gpus;
-            let bytes = role.arena_bytes.saturating_add(cuda::beside_arena(role));
             needed[gpu] = needed[gpu].saturating_add(bytes);
             n_ranks[gpu] += 1;
         }

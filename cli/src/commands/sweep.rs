@@ -337,12 +337,11 @@ fn csv(rows: &[Row]) -> String {
     let mut w = String::from(
         "cluster,hosts,devices,step_time_s,tokens_per_s,mfu,peak_bytes,days,cost,plan,reason\n",
     );
-    let quoted = |text: &str| format!("\"{}\"", text.replace('"', "\"\""));
     for r in rows {
         let number = |x: Option<f64>| x.map_or(String::new(), |x| x.to_string());
         let p = r.point.as_ref();
         let cells = [
-            quoted(&r.cluster),
+            r.cluster.clone(),
             r.hosts.to_string(),
             r.devices.to_string(),
             number(p.map(|p| p.step_time_s)),
@@ -351,11 +350,10 @@ fn csv(rows: &[Row]) -> String {
             p.map_or(String::new(), |p| p.peak_bytes.0.to_string()),
             number(r.days),
             number(r.cost),
-            quoted(&p.map_or(String::new(), |p| p.degrees.to_string())),
-            quoted(r.reason.as_deref().unwrap_or_default()),
+            p.map_or(String::new(), |p| p.degrees.to_string()),
+            r.reason.clone().unwrap_or_default(),
         ];
-        w += &cells.join(",");
-        w.push('\n');
+        w += &published::csv::line(&cells);
     }
     w
 }

@@ -12,8 +12,8 @@
 //! Invariant: in a cluster without groups, missing devices and degraded links everything here is
 //! what it would be without this file, to the bit.
 
-use super::{Cluster, Device, Level, MAX_DEVICES, MAX_FIGURE, SHARE};
-use crate::{Bytes, DType, DeviceMesh, Figure, Rank};
+use super::{Cluster, Device, Level, MAX_DEVICES};
+use crate::{Bytes, DType, DeviceMesh, Rank};
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -462,12 +462,6 @@ impl Cluster {
                 d.device.unwrap_or(0),
                 &mut p,
             );
-            if !(1.0 / MAX_FIGURE..=1.0).contains(&d.share) {
-                p.push(format!(
-                    "degraded[{i}].share is {}, {SHARE}",
-                    Figure(d.share)
-                ));
-            }
             let levels = hosts(d.host).map_or(&[][..], |h| h.levels);
             if !levels.is_empty() && !levels.iter().any(|l| l.name == d.level) {
                 let names: Vec<&str> = levels.iter().map(|l| l.name.as_str()).collect();

@@ -37,7 +37,9 @@ pub(crate) mod worker;
 
 pub use kernel::{Context, Operand, Output, kernel};
 pub use local::{Local, is_computed, narrow, widen};
+pub(crate) use rank::calls::calls as rank_calls;
 pub use rank::{RankTimings, Timing};
+pub(crate) use script::validation;
 pub use session::{Session, SessionOptions, StateRequest, StateTensor, States, StepResult};
 
 pub(crate) use kernel::{expert_lengths, images, rope_scaling};

@@ -5,7 +5,7 @@
 //! or else waited for before the next one. What a device
 //! and a fabric are the rank does not know.
 
-pub(super) mod calls;
+pub(crate) mod calls;
 mod queues;
 pub(super) mod spoiled;
 

@@ -252,7 +252,10 @@ fn writes_states(role: &RoleProgram, instruction: &Instruction) -> bool {
 /// By instruction of a slot, its stream and how many of that are done when it is.
 type Places = BTreeMap<InstrId, (StreamId, usize)>;
 
-fn validation(role: &RoleProgram) -> Result<Vec<ScriptSlot>, RuntimeError> {
+/// The slots that a validation plays.
+///
+/// Fails where the loss needs more than the role's own instructions after the microbatches.
+pub(crate) fn validation(role: &RoleProgram) -> Result<Vec<ScriptSlot>, RuntimeError> {
     let kind = |i: usize| role.template(role.trace[i].template).kind;
     let is_microbatch = |i: usize| role.trace[i].microbatch.is_some();
     let first = (0..role.trace.len())

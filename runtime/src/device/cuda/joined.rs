@@ -13,10 +13,10 @@ use super::ops::{self, Op};
 use super::{Block, Cuda};
 use crate::device::{Place, Tensor, Work};
 use crate::error::RuntimeError;
-use crate::execute::Local;
-use crate::execute::calls;
-use ir::program::{FEWEST_JOINED, InstrKind, RoleProgram, Space};
-use ir::{OpKind, StreamId};
+use crate::execute::{Local, calls, validation};
+use ir::program::{FEWEST_JOINED, InstrKind, Instruction, RoleProgram, Space, Template};
+use ir::{OpKind, StreamId, TemplateId};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// The form of a kernel that makes many calls; none of kernels that have none.
@@ -89,27 +89,47 @@ fn scratch_bytes(kind: &OpKind) -> usize {
     }
 }
 
-/// Bytes of the GPU's memory that a rank keeps for what it joins.
-pub(super) fn kept_bytes(role: &RoleProgram) -> u64 {
-    // Two calls at most, and what they are rounded up to.
-    let table = |n: usize| n * (2 * size_of::<Args>() + 2 * size_of::<u32>()) + 1024;
-    let mut bytes = 0;
-    for template in &role.templates {
-        let all = &template.instructions;
-        for (i, n) in calls::Calls::of_all(all).n_joined.into_iter().enumerate() {
-            // Each copy of buffers that microbatches have by turns lies somewhere else.
-            let touched = all[i..i + n].iter().flat_map(|i| [i.reads(), i.writes()]);
-            let copies = touched.flatten().map(|b| role.buffer(b).slots()).max();
-            let once = match &all[i].kind {
-                InstrKind::Compute { kind, .. } if n > 1 => table(n) + n * scratch_bytes(kind),
-                InstrKind::WorldSum { inputs, .. } => table(inputs.len()),
-                _ if n > 1 => table(n),
-                _ => 0,
-            };
-            bytes += once * copies.unwrap_or(1) as usize;
-        }
-    }
-    bytes as u64
+/// Most bytes of the GPU's memory that a rank keeps for what it joins.
+///
+/// Fails where the loss cannot be had without training.
+pub(super) fn kept_bytes(role: &RoleProgram) -> Result<u64, RuntimeError> {
+    let whole = |of: &Template| (0..of.instructions.len()).collect();
+    let mut played: BTreeSet<(TemplateId, Vec<usize>)> = role
+        .templates
+        .iter()
+        .enumerate()
+        .map(|(t, of)| (TemplateId::new(t), whole(of)))
+        .collect();
+    let parts = validation(role)?.into_iter();
+    played.extend(parts.map(|slot| (slot.template, slot.instructions)));
+    let kept = played.iter().map(|(t, played)| {
+        let all = &role.template(*t).instructions;
+        let joined = calls::Calls::of(all, played).n_joined.into_iter();
+        let groups = joined.enumerate().map(|(k, n)| &played[k..k + n]);
+        let kept = groups.map(|of| kept_of(role, &of.iter().map(|i| &all[*i]).collect::<Vec<_>>()));
+        kept.sum::<u64>()
+    });
+    Ok(kept.sum())
+}
+
+/// The same of instructions that are joined, or of one alone.
+fn kept_of(role: &RoleProgram, of: &[&Instruction]) -> u64 {
+    // Two calls at most of each, and what a part of the table is rounded up to.
+    let table = |n: usize| 2 * n * (size_of::<Args>() + size_of::<u32>() + 256);
+    let once = match (of.first().map(|i| &i.kind), of.len()) {
+        (Some(InstrKind::Compute { kind, .. }), n) if n > 1 => table(n) + n * scratch_bytes(kind),
+        (Some(InstrKind::WorldSum { inputs, .. }), _) => table(inputs.len()),
+        (_, n) if n > 1 => table(n),
+        _ => return 0,
+    };
+    // Each copy of buffers that microbatches have by turns lies somewhere else.
+    let last = role.trace.iter().filter_map(|s| s.microbatch).max();
+    let copies = (0..=last.unwrap_or(0)).map(|m| {
+        let touched = of.iter().flat_map(|i| [i.reads(), i.writes()]).flatten();
+        let copies = touched.map(|b| role.buffer(b).copy_for(Some(m)));
+        copies.collect::<Vec<u32>>()
+    });
+    once as u64 * copies.collect::<BTreeSet<_>>().len() as u64
 }
 
 /// A part of a tensor, and where it lies.

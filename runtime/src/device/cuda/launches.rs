@@ -217,7 +217,12 @@ const CONTEXT: Context = Context {
     threads: 1,
 };
 
-fn op<'a>((path, kind): (&'a str, &'a OpKind), x: &'a [Part<'a>], y: &'a [Part<'a>]) -> Op<'a> {
+/// An op that is only looked at.
+pub(super) fn op<'a>(
+    (path, kind): (&'a str, &'a OpKind),
+    x: &'a [Part<'a>],
+    y: &'a [Part<'a>],
+) -> Op<'a> {
     Op {
         kind,
         path,

@@ -12,6 +12,7 @@
 #![allow(unsafe_code)] // calls the driver with addresses of memory that is owned here
 
 mod args;
+mod beside;
 #[cfg(any(test, feature = "testing"))]
 mod cases;
 mod chained;
@@ -24,6 +25,7 @@ mod ops;
 pub(crate) mod places;
 mod products;
 
+pub use beside::beside_arena;
 #[cfg(any(test, feature = "testing"))]
 pub use cases::{Compared, Timed, compare, time};
 pub use launches::launches;
@@ -46,7 +48,7 @@ use joined::Joined;
 use library::{Gpu, failed};
 use ops::{Op, Part};
 use products::{Products, WORKSPACE};
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 // SAFETY: plain numbers, laid out as the kernels' `Args`.
@@ -213,14 +215,9 @@ pub fn check(program: &Program) -> Result<(), RuntimeError> {
     Ok(())
 }
 
-/// Most bytes of the GPU's memory that a rank of a role takes beside its arena: workspaces and
-/// scratch of the streams that compute, and tables of what is joined. Copies of operands that
-/// overlap results are not in it.
-pub fn beside_arena(role: &RoleProgram) -> u64 {
-    let instructions = role.templates.iter().flat_map(|t| &t.instructions);
-    let computes = instructions.filter(|i| matches!(i.kind, InstrKind::Compute { .. }));
-    let streams: BTreeSet<StreamId> = computes.map(|i| i.stream).collect();
-    (streams.len() * (WORKSPACE + ops::SCRATCH)) as u64 + joined::kept_bytes(role)
+/// Bytes of scratch memory that a copied operand takes.
+fn aligned(bytes: u64) -> usize {
+    (bytes as usize).next_multiple_of(256)
 }
 
 impl Cuda {
@@ -523,7 +520,7 @@ impl Cuda {
         for (i, is_in_place) in named.copied() {
             copies.push((i, (!is_in_place).then_some(scratch)));
             if !is_in_place {
-                scratch += (x[i].span.bytes as usize).next_multiple_of(256);
+                scratch += aligned(x[i].span.bytes);
             }
         }
         let base = self.reserve(stream, scratch)?;

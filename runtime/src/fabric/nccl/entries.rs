@@ -11,7 +11,7 @@ use crate::device::cuda::Region;
 use crate::error::RuntimeError;
 use crate::execute::collective::Rows;
 use crate::fabric::threads::{extent, within};
-use crate::fabric::{Collective, Exchange, Item};
+use crate::fabric::{Call, CallKind, Collective, Exchange, Item};
 use ir::collective::CollectiveKind;
 use ir::reshard::Tile;
 use ir::{DType, Rank, ReduceKind};
@@ -352,6 +352,19 @@ impl Plan {
         let elements = of.len.iter().product();
         self.group.push((what, [at; 2], elements, number(of.dtype)));
     }
+}
+
+/// Bytes of staging memory that a rank's call takes, given the bytes of operands and results; 0 of one
+/// that NCCL would refuse.
+pub(crate) fn staged(call: &Call, rank: Rank, at: (&[Range<u64>], &[Range<u64>])) -> usize {
+    let plan = match &call.kind {
+        CallKind::Collective(of) => {
+            let me = of.group.iter().position(|r| *r == rank);
+            Plan::collective(of, me.unwrap_or(0), at)
+        }
+        CallKind::Exchange(of) => Plan::exchange(of, |r| Ok(r.0 as usize), at),
+    };
+    plan.map_or(0, |plan| plan.staged)
 }
 
 impl Spot {

@@ -47,6 +47,7 @@ use crate::error::RuntimeError;
 use comms::{Comms, Key};
 use cudarc::driver::CudaEvent;
 use entries::Move;
+pub(crate) use entries::staged;
 use ir::{Rank, StreamId};
 use launch::forms;
 use notes::Notes;

@@ -65,15 +65,14 @@ impl Rows {
     /// Writes a step.
     pub fn step(&mut self, row: &Row) {
         let line = match self.form {
-            Form::JsonLines => serde_json::to_string(row).unwrap_or_default(),
+            Form::JsonLines => serde_json::to_string(row).unwrap_or_default() + "\n",
             Form::Csv => {
                 let figures = row.figures().into_iter();
                 let values = figures.map(|(_, _, value)| value.map_or(String::new(), shown));
-                let values: Vec<String> = values.collect();
-                format!("{},{}", row.step, values.join(","))
+                published::csv::line([row.step.to_string()].into_iter().chain(values))
             }
         };
-        self.file.append(format!("{line}\n").as_bytes());
+        self.file.append(line.as_bytes());
     }
 
     /// Writes a validation loss, for which CSV has no column.
@@ -164,13 +163,11 @@ fn parse(line: &[u8], form: Form) -> Option<Known> {
     match form {
         Form::JsonLines => serde_json::from_slice(line).ok(),
         Form::Csv => {
-            let text = std::str::from_utf8(line).ok()?.trim_end();
-            let mut fields = text.split(',');
-            let step = fields.next()?.parse().ok()?;
-            Some(Known {
-                step,
-                skipped_steps: fields.next_back().and_then(|f| f.parse().ok()),
-            })
+            let mut rows = csv::ReaderBuilder::new();
+            let mut rows = rows.has_headers(false).from_reader(line);
+            let columns: csv::StringRecord = HEADER.trim_end().split(',').collect();
+            let row = rows.records().next()?.ok()?;
+            row.deserialize(Some(&columns)).ok()
         }
     }
 }
