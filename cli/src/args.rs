@@ -723,9 +723,9 @@ pub struct RunArgs {
     /// free port and says which.
     #[arg(long, value_name = "PORT")]
     pub prometheus: Option<u16>,
-    /// Where standard error is no terminal: seconds from one line about a step to the next; 0 writes
-    /// one for every step.
-    #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(0..=86400))]
+    /// Where standard error is no terminal: at least so many seconds from one line about a step to the
+    /// next, instead of a line for every step.
+    #[arg(long, value_name = "SECONDS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=86400))]
     pub log_every: u64,
     /// Compare the states of ranks that keep the same ones, by hashes, after every N steps: a bit that a
     /// memory or a processor turned ends the run, and names the rank.

@@ -46,6 +46,8 @@ pub struct Failure(Box<Parts>);
 #[derive(Debug)]
 struct Parts {
     exit: Exit,
+    /// The word for it in place of its exit code's.
+    name: Option<&'static str>,
     message: String,
     help: Option<String>,
     source: Option<Snippet>,
@@ -60,6 +62,7 @@ impl Failure {
     pub fn new(exit: Exit, message: impl fmt::Display) -> Self {
         Failure(Box::new(Parts {
             exit,
+            name: None,
             message: message.to_string(),
             help: None,
             source: None,
@@ -74,6 +77,12 @@ impl Failure {
     /// Replaces the exit code.
     pub fn exiting(mut self, exit: Exit) -> Self {
         self.0.exit = exit;
+        self.0.name = None;
+        self
+    }
+    /// Replaces the word that stands before the exit code, where others end with it as well.
+    pub fn called(mut self, name: &'static str) -> Self {
+        self.0.name = Some(name);
         self
     }
     /// Adds advice on the way out.
@@ -126,7 +135,7 @@ impl miette::Diagnostic for Failure {
     fn code<'a>(&'a self) -> Option<Box<dyn fmt::Display + 'a>> {
         Some(Box::new(format!(
             "{} (exit code {})",
-            self.0.exit.name(),
+            self.0.name.unwrap_or(self.0.exit.name()),
             self.0.exit as u8
         )))
     }

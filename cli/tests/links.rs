@@ -441,18 +441,52 @@ fn hosts_with_gpus_meet_by_nccl() {
         ("MESHWRIGHT_EMULATOR_GPUS", "2"),
     ];
     run_on_four(&place, &["--backend", "cuda", "--fabric", "nccl"], &gpus);
+    near(&steps(&place, "apart.json"), &alone);
+}
+
+/// Figures of steps within 1e-5.
+fn near(apart: &[String], alone: &[String]) {
     let numbers = |step: &String| -> Vec<f64> {
         step.split(' ')
             .map(|figure| figure.parse().unwrap())
             .collect()
     };
-    let apart = steps(&place, "apart.json");
     assert_eq!(apart.len(), alone.len());
-    for (a, b) in apart.iter().zip(&alone) {
+    for (a, b) in apart.iter().zip(alone) {
         let pairs = numbers(a).into_iter().zip(numbers(b));
         for (a, b) in pairs {
             assert!((a - b).abs() < 1e-5 * b.abs(), "{a} against {b}");
         }
+    }
+}
+
+/// Processes that a launcher deals out to two hosts one by one, as by `srun -m cyclic`: ranks 0 and 2 are on
+/// one host, and each has a GPU, whether the launcher says which process of its host it is or not.
+#[test]
+fn ranks_that_are_dealt_out_have_a_gpu_each() {
+    let Some(folder) = support::emulator() else {
+        return;
+    };
+    if four_hosts().is_none() {
+        return;
+    }
+    let place = hosts("4", &["data=2", "tensor=2"]);
+    let alone = [&RUN[..], &["--steps", "3", "-o", "alone.json"]].concat();
+    place.run(&alone).expect(0);
+    for local in ["yes", ""] {
+        let variables = [
+            ("LD_LIBRARY_PATH", &*folder.to_string_lossy()),
+            ("MESHWRIGHT_EMULATOR_GPUS", "2"),
+            ("LOCAL", local),
+        ];
+        let each = ["cyclic", env!("CARGO_BIN_EXE_meshwright")];
+        let network = ["--bind", "10.9.0.1", "--token-file", "token"];
+        let gpus = ["--backend", "cuda", "--fabric", "nccl"];
+        let args = ["--steps", "3", "-o", "apart.json"];
+        let args = [&each[..], &RUN, &args, &network, &gpus].concat();
+        let output = on_four_hosts(&place, &args, &variables).unwrap();
+        assert!(output.status.success(), "{}", said(&output));
+        near(&steps(&place, "apart.json"), &steps(&place, "alone.json"));
     }
 }
 

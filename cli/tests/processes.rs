@@ -4,6 +4,8 @@
 
 #[path = "processes/elastic.rs"]
 mod elastic;
+#[path = "processes/launchers.rs"]
+mod launchers;
 mod support;
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -465,6 +467,52 @@ fn hosts_meet_at_an_address_with_a_secret() {
     assert_eq!(steps(&run_json(&place, "run.json")).len(), 2);
 }
 
+/// The secret of a run comes by a descriptor that a process inherits, of a file or of a pipe.
+#[test]
+fn a_secret_is_inherited() {
+    let place = Place::with_plan();
+    place.write("token", "8f".repeat(32));
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = port.local_addr().unwrap().to_string();
+    drop(port);
+    let start = |rank: &str, how: &str| {
+        let flags = ["--steps", "2", "-o", "run.json", "--bind", "127.0.0.1"];
+        let mut command = Command::new("bash");
+        command
+            .args(["-c", &format!("exec \"$0\" \"$@\" --token-file {how}")])
+            .arg(env!("CARGO_BIN_EXE_meshwright"))
+            .args([&RUN[..], &flags, &["--rendezvous", &address]].concat())
+            .envs([("RANK", rank), ("WORLD_SIZE", "2")])
+            .env("LOCAL_WORLD_SIZE", "1")
+            .current_dir(place.path("."))
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        command.begin().unwrap()
+    };
+    for ways in [
+        ["/dev/fd/9 9<token", "<(cat token)"],
+        [
+            "/proc/self/fd/7 7<<<$(cat token)",
+            "/dev/fd/0 < <(cat token)",
+        ],
+    ] {
+        let both = [start("0", ways[0]), start("1", ways[1])];
+        for output in both.map(|c| c.wait_with_output().unwrap()) {
+            assert_eq!(output.status.code(), Some(0), "{ways:?}: {}", said(&output));
+        }
+    }
+    // Others than the process' own are files as any other.
+    for (how, words) in [
+        ("/dev/fd/77", "No such file or directory"),
+        ("/dev/fd/9 9<text.txt", "a token"),
+        ("token", "others can read it"),
+    ] {
+        let output = start("1", how).wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(3), "{how}: {}", said(&output));
+        assert!(said(&output).contains(words), "{how}: {}", said(&output));
+    }
+}
+
 #[test]
 fn a_killed_process_is_named_and_nobody_is_left() {
     let place = Place::with_plan();
@@ -914,6 +962,9 @@ fn a_checkpoint_that_cannot_be_written_ends_no_run() {
     let words = said(&output);
     assert!(words.contains("the run goes on"), "{words}");
     assert_eq!(output.status.code(), Some(3), "{words}");
+    let lost = "state has no whole checkpoint of this run: its ";
+    assert!(words.contains(lost), "{words}");
+    assert!(words.contains(" steps are lost"), "{words}");
     // The measurement was written, and so were the earlier checkpoints.
     assert!(steps(&run_json(&place, "run.json")).len() > 3);
     let again = ["--steps", "1", "--resume", "elsewhere", "-o", "again.json"];
@@ -1103,6 +1154,33 @@ fn a_rank_that_hangs_is_found_after_the_end() {
     let found = "The run itself found: rank2 is lost (it does not answer).";
     assert!(words.starts_with(found), "{words}");
     assert_eq!(culprits, serde_json::json!([2]), "{words}");
+}
+
+/// A process 0 that stood still until the others had ended without it finds that they have gone: it blames
+/// none of them, and `doctor` still says who it was.
+#[test]
+fn a_process_0_that_goes_on_too_late_blames_nobody_else() {
+    let place = Place::with_plan();
+    let args = [&RUN[..], &UNASKED, &["--time-out", "2"]].concat();
+    let child = command(&place, &args).begin().unwrap();
+    process_in(&place, "run.records", 2, 20);
+    send("-STOP", child.id());
+    let since = Instant::now();
+    // Those that have ended stay until their parent has heard of it, without their command line.
+    while processes_of(&place, "run.json") != [child.id()] {
+        assert!(since.elapsed() < Duration::from_secs(60), "others go on");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    send("-CONT", child.id());
+    let output = child.wait_with_output().unwrap();
+    let words = said(&output);
+    assert_eq!(output.status.code(), Some(6), "{words}");
+    let expected = "process 0 stood still, or could not be heard: the others have ended without it (rank0 is lost";
+    assert!(words.contains(expected), "{words}");
+    let (words, culprits) = examined(&place);
+    let found = "The run itself found: rank0 is lost (it does not answer).";
+    assert!(words.starts_with(found), "{words}");
+    assert_eq!(culprits, serde_json::json!([0]), "{words}");
 }
 
 /// The folder that nobody asked for goes with a run that ends well, after losses too, and takes nothing

@@ -275,6 +275,9 @@ pub struct Verdict {
     pub found: BTreeMap<Rank, Fate>,
 }
 
+/// How a process is lost that is there, in words.
+pub const SILENT: &str = "it does not answer";
+
 /// The fate of a rank that ended its run.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -12,6 +12,7 @@ mod launcher;
 mod leaps;
 mod left;
 mod lock;
+mod orphan;
 mod records;
 mod rendezvous;
 mod told;
@@ -35,6 +36,7 @@ use ir::training::{StateRole, TrainingGraph};
 use ir::{Bytes, OpKind, Seconds, Task};
 use journal::{Journal, Standing};
 use leaps::Leaps;
+use orphan::Launcher;
 use records::Unasked;
 use runtime::RuntimeError;
 use runtime::checkpoint::{Checkpoint, Found, Leaving, save_keeping};
@@ -56,6 +58,8 @@ use std::time::Duration;
 use watch::{Described, Figures, Watch};
 
 pub fn run(args: &RunArgs) -> Result<(), Failure> {
+    // It may end at any time from now on.
+    let parent = std::os::unix::process::parent_id();
     interrupt::outlive_limits_of_files()?;
     let args = &elastic::continued(args)?;
     let schedule = schedule(args)?;
@@ -73,10 +77,11 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         // Those that process 0 has started leave it to that to speak.
         let interrupts =
             Interrupts::watch(early.filter(|_| !matches!(setting, Setting::Started(_))))?;
+        let launcher = Launcher::watch(parent, &setting, args);
         return match told::told(args, &setting)? {
             Some(args) => serve(
                 &args,
-                (&setting, &interrupts),
+                (&setting, &interrupts, &launcher),
                 &plan_file::load(&args.plan)?,
             ),
             None => Ok(()),
@@ -86,6 +91,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     let interrupts = Interrupts::watch(early)?;
     // The lock goes last: what the run takes back is nobody else's before.
     let mut held;
+    let launcher = Launcher::watch(parent, &setting, args);
     let _clearing = interrupts.clear_at_end();
     held = lock::held(args, (&setting, &interrupts), false)?;
     told::forget(args, &setting);
@@ -169,6 +175,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         gathered => gathered?,
     };
     let processes = company.as_ref().map(|c| Arc::clone(&c.processes));
+    processes.iter().for_each(|p| launcher.knows(p));
     let mut so_far = SoFar {
         first,
         done: first,
@@ -275,7 +282,11 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         };
         let path = saved.as_deref().unwrap_or(folder);
         let what = format!("{} has the training state", path.display());
-        let saved = saved.map_err(|(e, words)| failure_of(e, words));
+        let saved = saved.map_err(|(e, words)| {
+            let failure = failure_of(e, words);
+            let what = format!("{failure}; {}", so_far.without_last(folder));
+            failure.saying(what)
+        });
         attempt(what, saved.map(|_| ()));
     }
     if let (Some(path), Some((config, _))) = (&args.save, &config) {
@@ -342,7 +353,7 @@ fn goes_on(args: &RunArgs, setting: &Setting) -> bool {
 /// A process that has ranks and does not coordinate: it does what process 0 asks.
 fn serve(
     args: &RunArgs,
-    (setting, interrupts): (&Setting, &Interrupts),
+    (setting, interrupts, launcher): (&Setting, &Interrupts, &Launcher),
     loaded: &Loaded,
 ) -> Result<(), Failure> {
     let dataset = Arc::new(dataset(args, &loaded.training)?);
@@ -362,6 +373,7 @@ fn serve(
         let what = "a process with a number above 0 is not alone";
         return Err(Failure::new(Exit::Internal, what));
     };
+    launcher.knows(&company.processes);
     // Process 0 ends the run, and with it this process.
     interrupts.leave_to_others();
     let spec = &loaded.plan.train;
@@ -493,7 +505,12 @@ fn not_all(failed: Vec<Failure>, written: &[String]) -> Failure {
     }
     let first = failed.into_iter().next();
     let internal = || Failure::new(Exit::Internal, "nothing failed");
-    first.unwrap_or_else(internal).saying(words.join("\n"))
+    let failure = first.unwrap_or_else(internal).saying(words.join("\n"));
+    // Nothing that was given was bad.
+    match failure.exit() {
+        Exit::BadInput => failure.called("not all was written"),
+        _ => failure,
+    }
 }
 
 /// Reports that a run ended before its last step, what was written, and how it can go on.

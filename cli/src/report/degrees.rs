@@ -22,6 +22,9 @@ pub struct Degrees {
     pub context: Span,
     /// Ranks that split features.
     pub tensor: Span,
+    /// Ranks that split samples in some ops and features in others, and so are counted as both.
+    #[serde(skip)]
+    pub both: Span,
     /// Meshes in a row.
     pub pipeline: u32,
     /// Stages on each mesh.
@@ -73,6 +76,7 @@ impl Degrees {
             expert: along("expert parallel"),
             context: along("context parallel"),
             tensor: along("tensor parallel"),
+            both: Span::of(typical.iter().map(|run| both(run))),
             pipeline: plan.n_meshes() as u32,
             r#virtual: plan.schedule.virtual_stages(),
             zero: Span::of(zero.into_iter()),
@@ -116,9 +120,13 @@ impl Degrees {
 
 impl fmt::Display for Degrees {
     /// `data=8 tensor=4 pipeline=2 zero=1 recompute=none microbatch=16`; degrees of one that few
-    /// plans have are left out.
+    /// plans have are left out. `data=3 tensor=3 (the same 3 in turn)` are three ranks, which split
+    /// samples in some ops and features in others.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "data={} tensor={}", self.data, self.tensor)?;
+        if self.both != Span(1, 1) {
+            write!(f, " (the same {} in turn)", self.both)?;
+        }
         for (name, degree) in [
             ("replicas", self.replicas),
             ("context", self.context),
@@ -178,6 +186,13 @@ fn does(all: &[String], what: &str) -> bool {
 /// Counts the ranks along the axes that do something.
 fn ranks(run: &RunReport, what: &str) -> u32 {
     let axes = run.axes.iter().filter(|a| does(&a.does, what));
+    axes.map(|a| a.size).product()
+}
+
+/// Counts the ranks along the axes that split samples in some ops and features in others.
+fn both(run: &RunReport) -> u32 {
+    let does_both = |all: &[String]| does(all, "data parallel") && does(all, "tensor parallel");
+    let axes = run.axes.iter().filter(|a| does_both(&a.does));
     axes.map(|a| a.size).product()
 }
 

@@ -122,6 +122,10 @@ fn an_elastic_run_outlives_process_0() {
         words.contains("The ranks that were left had all states in memory: no step is lost"),
         "{words}"
     );
+    let plans = ["Before: data=2 tensor=1 ", "Now: data=1 tensor=1 "];
+    for plan in plans {
+        assert!(words.contains(plan), "{words}");
+    }
     // Given again, the same command has nothing left to do, and leaves all as it is.
     let kept = newest(&place, "state");
     let again = place.run(&args).expect(0);
@@ -136,6 +140,58 @@ fn an_elastic_run_outlives_process_0() {
     // With what it went on is of no more use.
     assert!(!place.exists("e.continued.json"));
     wait_for_none(&place, "e.json");
+}
+
+/// Where the ranks that are left have not all states in memory, what the loss of process 0 has cost is
+/// said, by the records.
+#[test]
+fn the_loss_of_process_0_is_counted_in_steps() {
+    let place = Place::new();
+    let compile = ["compile", "config.json", "--cluster", "cpu-default"];
+    let pins = ["--ranks", "2", "--global-batch", "2", "--pin", "data=2"];
+    let zero = ["--pin", "zero=1"];
+    place.run(&[&compile[..], &pins, &zero].concat()).expect(0);
+    let more = ["--steps", "600", "--elastic", "--checkpoint-every", "150"];
+    let state = ["--checkpoint", "state", "--processes", "-o", "e.json"];
+    let args = [&RUN[..], &more, &state, &["--record", "records"]].concat();
+    let child = command(&place, &args).begin().unwrap();
+    wait_for_checkpoint(&place, "state", 1);
+    process_after(&place, 0, 165);
+    process_after(&place, 1, 165);
+    signal("-9", process_by_words(&place, "e.json", 0));
+    let output = child.wait_with_output().unwrap();
+    let words = said(&output);
+    assert_eq!(output.status.code(), Some(0), "{words}");
+    let number = |before: &str| -> u64 {
+        let (_, rest) = words.split_once(before).expect(before);
+        let digits = rest.split(|c: char| !c.is_ascii_digit()).next();
+        digits.unwrap().parse().unwrap()
+    };
+    let step = number("with 1 rank in place of 2, from step ");
+    let reached = number("which the run makes again: it had come to step ");
+    assert_eq!(step % 150, 0, "{words}");
+    assert!(reached > step && reached < step + 150, "{words}");
+    let lost = match reached - step {
+        1 => "1 step is lost".to_string(),
+        n => format!("{n} steps are lost"),
+    };
+    assert!(words.contains(&lost), "{words}");
+    assert!(words.contains("Before: data=2 tensor=1 "), "{words}");
+    wait_for_none(&place, "e.json");
+}
+
+/// Two ranks that split samples in some ops and features in others are no four.
+#[test]
+fn ranks_that_do_both_in_turn_are_said_to() {
+    let place = Place::new();
+    let compile = ["compile", "config.json", "--cluster", "cpu-default"];
+    let pins = ["--ranks", "2", "--global-batch", "4", "--pin", "pipeline=1"];
+    let features = ["--pin", "spec:h.*.mlp.fc=[_,_,y]", "--pin", "zero=0"];
+    let args = [&compile[..], &pins, &features].concat();
+    place.run(&args).expect(0);
+    let done = place.run(&["explain", "plan.json"]).expect(0);
+    let degrees = "Degrees: data=2 tensor=2 (the same 2 in turn) pipeline=1 ";
+    assert!(done.out.contains(degrees), "{}", done.out);
 }
 
 /// A run of GPUs goes on with those that are left, under a plan for a part of their cluster.

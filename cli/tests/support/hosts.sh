@@ -4,6 +4,7 @@
 #
 #   hosts.sh              only makes them, to see whether that can be
 #   hosts.sh each CMD     and runs CMD on each, with what a launcher says in its environment
+#   hosts.sh cyclic CMD   and runs CMD twice on each of the first two, dealt out one by one
 #   hosts.sh mpirun CMD   and has Open MPI run it, by a daemon on each
 #
 # With SLOW=3 RATE=2mbit what host 3 sends leaves it at that rate. With FLAP=3 the link of host 3 is down
@@ -73,6 +74,20 @@ each)
         kill "$netem"
         wait "$netem" || code=$?
     fi
+    exit $code
+    ;;
+cyclic)
+    pids=
+    for i in 0 1 2 3; do
+        host=$((i % 2))
+        # Where LOCAL is empty, nobody says which of its host's processes one is.
+        RANK=$i WORLD_SIZE=4 LOCAL_WORLD_SIZE=2 LOCAL_RANK=${LOCAL:+$((i / 2))} MASTER_ADDR=10.9.0.1 \
+            MASTER_PORT=29500 ip netns exec h$host \
+            unshare -u sh -c "hostname host$host && exec \"\$@\"" sh "$@" &
+        pids="$pids $!"
+    done
+    code=0
+    for pid in $pids; do wait "$pid" || code=$?; done
     exit $code
     ;;
 mpirun)

@@ -300,6 +300,10 @@ impl<'a> Search<'a> {
         let small = figures(&paths);
         rungs.insert(family.rung(top), paths);
         let Some(mut small) = small else { return };
+        // Cheaper memory only takes more of it.
+        if small.1 > budget {
+            return;
+        }
         let (mut above, mut below) = (0, top);
         for _ in 1..self.effort.times(PRICES) {
             let (time, bytes) = (small.0 - fast.0, fast.1 - small.1);

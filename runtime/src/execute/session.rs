@@ -104,6 +104,8 @@ pub(crate) struct Cast {
     seed: u64,
     /// Ranks of this host that compute at the same time.
     at_once: usize,
+    /// The places of this process' ranks among those of its host, by which they have its GPUs.
+    places: BTreeMap<Rank, usize>,
 }
 
 impl Cast {
@@ -120,6 +122,9 @@ impl Cast {
             .flat_map(|(role, this)| this.mesh.ranks().map(move |rank| (rank, role)))
             .collect();
         let mut at_once = ranks.len();
+        let mut own: Vec<Rank> = ranks.iter().map(|r| r.0).collect();
+        own.sort_unstable();
+        let mut before = 0;
         if let Some(processes) = &options.processes {
             let of = processes.place().of;
             if of > ranks.len() {
@@ -129,13 +134,18 @@ impl Cast {
                 )));
             }
             at_once = (ranks.len() * processes.on_this_host()).div_ceil(of);
+            let mut shares = processes.share(&own);
+            before = processes.ranks_before(&shares);
+            own = shares.swap_remove(processes.place().index);
         }
+        let places = own.into_iter().zip(before..).collect();
         Ok(Cast {
             program: Arc::new(program.clone()),
             ranks,
             seed: spec.seed,
             options,
             at_once,
+            places,
         })
     }
     /// Ranks by process.
@@ -172,10 +182,12 @@ impl Cast {
         let threads = self.rank_options().threads;
         (Cpu::new(device, host, threads), world.endpoint(rank))
     }
-    /// Ranks go round the GPUs, several on one where there are fewer.
+    /// The ranks of a host go round its GPUs, several on one where there are fewer: whichever they are
+    /// of all ranks, as a launcher may deal processes out to hosts one by one.
     fn on_gpu(&self, n_gpus: usize, (rank, role): (Rank, usize)) -> Result<Cuda, RuntimeError> {
         let (device, host) = self.arenas(role);
-        let ordinal = rank.0 as usize % n_gpus.max(1);
+        let place = self.places.get(&rank).copied().unwrap_or_default();
+        let ordinal = place % n_gpus.max(1);
         let gpu = Cuda::with(ordinal, device, host, self.options.matmuls)?;
         gpu.prepare(&self.program.roles[role]);
         Ok(gpu)

@@ -260,7 +260,11 @@ impl World {
             Head::Failed { by, reason } => self.failed(by, reason),
             Head::Left { rank } => self.left(rank),
             // Of coordinator and ranks, which a world knows nothing of.
-            Head::Request { .. } | Head::Answer { .. } | Head::Over { .. } | Head::Alive => {}
+            Head::Request { .. }
+            | Head::Answer { .. }
+            | Head::Over { .. }
+            | Head::Alive
+            | Head::Orphaned => {}
         }
     }
     fn contribution(

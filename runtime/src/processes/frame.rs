@@ -96,6 +96,8 @@ pub(crate) enum Head {
     },
     /// The coordinator goes on, though it may ask for nothing yet.
     Alive,
+    /// The launcher of a process has ended: the coordinator is to end the run in order.
+    Orphaned,
 }
 
 /// Which bytes of a block a message carries.

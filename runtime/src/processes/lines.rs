@@ -116,6 +116,8 @@ struct Desk {
     fates: Mutex<BTreeMap<usize, String>>,
     /// Whether anybody notes that.
     is_watched: Mutex<bool>,
+    /// The first one that said that its launcher has ended.
+    orphan: Mutex<Option<usize>>,
     /// Failures of the connections to them.
     breaks: Mutex<BTreeMap<usize, String>>,
 }
@@ -144,6 +146,8 @@ impl Desk {
 pub struct Processes {
     place: Place,
     all: Vec<Who>,
+    /// Which one of those on its host this is, where a launcher says so.
+    local: Option<usize>,
     lines: Arc<Lines>,
     desk: Arc<Desk>,
     writers: Mutex<Vec<JoinHandle<()>>>,
@@ -199,6 +203,7 @@ impl Processes {
         Processes {
             place,
             all,
+            local: None,
             lines: Arc::new(Lines {
                 to: RwLock::new(to),
             }),
@@ -208,6 +213,11 @@ impl Processes {
             behind: Mutex::default(),
             has_left: Arc::default(),
         }
+    }
+    /// With the number that this process has among those on its host, where a launcher says so.
+    pub fn with_local(mut self, local: Option<usize>) -> Self {
+        self.local = local;
+        self
     }
     /// Has the end of these processes wait for this thread, too.
     #[cfg(feature = "mpi")]
@@ -240,6 +250,13 @@ impl Processes {
     pub fn ended(&self, process: usize, how: impl Into<String>) {
         lock(&self.desk.fates).insert(process, how.into());
     }
+    /// The way to speak of launchers, which may outlive these.
+    pub fn launchers(&self) -> Launchers {
+        Launchers {
+            lines: Arc::clone(&self.lines),
+            desk: Arc::clone(&self.desk),
+        }
+    }
     /// Which ranks of a plan each process has: consecutive ones, as evenly as can be.
     pub(crate) fn share(&self, ranks: &[Rank]) -> Vec<Vec<Rank>> {
         let (mut sorted, of) = (ranks.to_vec(), self.place.of);
@@ -248,6 +265,21 @@ impl Processes {
         (0..of)
             .map(|p| sorted[bound(p)..bound(p + 1)].to_vec())
             .collect()
+    }
+    /// How many ranks the processes before this one on its host have, given those of each process. The
+    /// launcher's number says that where all have as many. Else they are those with a smaller
+    /// number of which the host has the same name, wherever the launcher has placed them.
+    pub(crate) fn ranks_before(&self, shares: &[Vec<Rank>]) -> usize {
+        let me = self.place.index;
+        let own = shares.get(me).map_or(0, Vec::len);
+        match self.local {
+            Some(local) if shares.iter().all(|s| s.len() == own) => local * own,
+            _ => {
+                let before = self.all.iter().zip(shares).take(me);
+                let here = before.filter(|(who, _)| who.host == self.all[me].host);
+                here.map(|(_, share)| share.len()).sum()
+            }
+        }
     }
     /// Closes all connections at once, as the death of a process does.
     #[cfg(test)]
@@ -284,7 +316,7 @@ impl Processes {
     }
     /// The error of a rank of a process that is there and does not answer.
     pub(crate) fn silent(&self, process: usize, rank: Rank) -> RuntimeError {
-        self.lost((process, rank), "it does not answer".into(), true)
+        self.lost((process, rank), crate::record::SILENT.into(), true)
     }
     fn lost(&self, (process, rank): (usize, Rank), how: String, is_silent: bool) -> RuntimeError {
         let who = self.all.get(process).cloned();
@@ -296,6 +328,25 @@ impl Processes {
             how,
             is_silent,
         }
+    }
+}
+
+/// The way on which the processes of a run tell process 0 that their launcher has ended.
+pub struct Launchers {
+    lines: Arc<Lines>,
+    desk: Arc<Desk>,
+}
+
+impl Launchers {
+    /// Says to process 0 that the launcher of this process has ended: nobody else would end it, so
+    /// the run is to end in order.
+    pub fn have_ended(&self) {
+        let (head, body) = (Head::Orphaned, None);
+        self.lines.send(0, Letter { head, body });
+    }
+    /// The first process that said so.
+    pub fn orphan(&self) -> Option<usize> {
+        *lock(&self.desk.orphan)
     }
 }
 
@@ -344,6 +395,9 @@ fn read(desk: &Desk, process: usize, stream: Box<dyn Read + Send>) {
     let mut from = BufReader::with_capacity(READ_AHEAD, stream);
     let how = loop {
         match frame::read(&mut from) {
+            Ok(Some((Head::Orphaned, _))) => {
+                lock(&desk.orphan).get_or_insert(process);
+            }
             Ok(Some((head, block))) => take(&attached, head, block),
             Ok(None) => break None,
             Err(e) => break Some(format!("its connection broke: {e}")),

@@ -37,7 +37,7 @@ mod suite;
 pub(crate) mod tests;
 
 pub use handshake::{Token, TokenError};
-pub use lines::Processes;
+pub use lines::{Launchers, Processes};
 pub use member::serve;
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;

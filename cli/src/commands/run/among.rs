@@ -4,6 +4,7 @@ use super::children::Children;
 use super::fabric::Chosen;
 use super::last_resort;
 use super::launcher::{self, Launched};
+use super::orphan::Orphan;
 use super::rendezvous::{self, Appointment};
 use crate::args::RunArgs;
 use crate::failure::{Exit, Failure};
@@ -14,15 +15,12 @@ use std::io::{BufRead, Read, Seek, SeekFrom};
 use std::net::{Ipv4Addr, SocketAddr, ToSocketAddrs};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// How long processes have to come together, however short `--time-out` is: that is chosen for steps,
 /// and a process that starts reads, lowers and checks the plan first. On a busy machine this took more
 /// than the two seconds that a soak of kills gave it.
 const LEAST_TO_JOIN: Duration = Duration::from_secs(20);
-/// How often a process that waits to join looks whether the one that started it is there.
-const LOOK_FOR_PARENT: Duration = Duration::from_millis(100);
 
 /// Which processes have the ranks of a run.
 #[derive(Debug)]
@@ -104,6 +102,15 @@ impl Setting {
             Setting::Mpi(mpi) => mpi.place().index,
         }
     }
+    /// Which one of those on its host this process is, where its launcher says so.
+    fn local(&self) -> Option<usize> {
+        match self {
+            Setting::Alone | Setting::Starts(_) | Setting::Started(_) => None,
+            Setting::Launched(launched) => launched.local,
+            #[cfg(feature = "mpi")]
+            Setting::Mpi(_) => beside_mpi()?.local,
+        }
+    }
     /// How many processes there are, and how many of them on this host, for a plan of so many
     /// ranks.
     pub fn counts(&self, n_ranks: usize) -> (usize, usize) {
@@ -112,7 +119,11 @@ impl Setting {
             Setting::Starts(n) => (n.unwrap_or(n_ranks), n.unwrap_or(n_ranks)),
             Setting::Started(place) => (place.of, place.of),
             #[cfg(feature = "mpi")]
-            Setting::Mpi(mpi) => (mpi.place().of, mpi.place().of),
+            Setting::Mpi(mpi) => {
+                let of = mpi.place().of;
+                let here = beside_mpi().and_then(|l| l.on_this_host);
+                (of, here.unwrap_or(of))
+            }
             Setting::Launched(l) => {
                 let of = l.place.of;
                 let here = if l.is_local() { of } else { 1 };
@@ -120,6 +131,11 @@ impl Setting {
             }
         }
     }
+}
+
+#[cfg(feature = "mpi")]
+fn beside_mpi() -> Option<Launched> {
+    launcher::launched(&|name| std::env::var(name).ok()).ok()?
 }
 
 /// The processes of a run. Those that this one started end with it.
@@ -185,8 +201,8 @@ pub fn gather(
     let patience = Duration::from_secs(args.time_out).max(LEAST_TO_JOIN);
     let is_asked = || interrupts.is_asked().then(|| early(args).to_string());
     let interrupted = || Failure::new(Exit::Interrupted, early(args));
-    let alone = |processes| Company {
-        processes: Arc::new(processes),
+    let alone = |processes: Processes| Company {
+        processes: Arc::new(processes.with_local(setting.local())),
         children: None,
     };
     let with_launched =
@@ -269,37 +285,6 @@ pub fn gather(
             let host = Host::open(bound(args, &address)?, token)?;
             with_launched(host)
         }
-    }
-}
-
-/// Ends this process when the one that started it has, as long as this is there: until they have met,
-/// no connection says so, and the place where they would meet stays empty.
-struct Orphan(Arc<AtomicBool>);
-
-impl Orphan {
-    fn watch(parent: u32) -> Self {
-        let has_joined = Arc::new(AtomicBool::new(false));
-        let seen = Arc::clone(&has_joined);
-        let is_parent =
-            move |p: rustix::process::Pid| p.as_raw_nonzero().get().cast_unsigned() == parent;
-        std::thread::spawn(move || {
-            while !seen.load(Ordering::Relaxed) {
-                if !rustix::process::getppid().is_some_and(is_parent) {
-                    crate::say(format_args!(
-                        "process 0 (pid {parent}) ended before this process joined it"
-                    ));
-                    std::process::exit(Exit::RunFailed as i32);
-                }
-                std::thread::sleep(LOOK_FOR_PARENT);
-            }
-        });
-        Orphan(has_joined)
-    }
-}
-
-impl Drop for Orphan {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
     }
 }
 

@@ -20,7 +20,7 @@ use runtime::record;
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -104,6 +104,33 @@ pub struct SoFar {
 }
 
 impl SoFar {
+    /// The newest checkpoint and what it does not have, in words, where the last one could not be written
+    /// to this folder.
+    pub fn without_last(&self, folder: &Path) -> String {
+        let lost = |step: u64| match self.done.saturating_sub(step) {
+            0 => "no step is lost".to_string(),
+            1 => "the step after it is lost".to_string(),
+            n => format!("the {n} steps after it are lost"),
+        };
+        match newest_whole(self.written.clone()).0 {
+            Some((path, step)) => format!(
+                "the newest whole checkpoint is {}, of step {step}: {}",
+                path.display(),
+                lost(step)
+            ),
+            None => {
+                let n = self.done.saturating_sub(self.first);
+                format!(
+                    "{} has no whole checkpoint of this run: its {} lost",
+                    folder.display(),
+                    match n {
+                        1 => "step is".to_string(),
+                        n => format!("{n} steps are"),
+                    }
+                )
+            }
+        }
+    }
     /// The checkpoint to go on from and its step, and where its states are from, in words.
     fn source(self, args: &RunArgs) -> (Option<PathBuf>, u64, String) {
         let reason = match self.rescued {
@@ -128,17 +155,7 @@ impl SoFar {
             .map(|d| format!(" Passed over {d}."))
             .collect();
         let began = self.first;
-        let lost = |step: u64| match self.done.saturating_sub(step) {
-            0 => String::new(),
-            n => format!(
-                " {} lost, which the run makes again: it had come to step {}, and goes on from step {step}.",
-                match n {
-                    1 => "1 step is".to_string(),
-                    n => format!("{n} steps are"),
-                },
-                self.done
-            ),
-        };
+        let lost = |step: u64| steps_lost(self.done, step);
         match (newest, &args.resume) {
             (Some((path, step)), _) => {
                 let words = format!(
@@ -169,6 +186,26 @@ impl SoFar {
             }
         }
     }
+}
+
+/// The steps that are lost where a run had made so many and goes on from this one, as a sentence behind
+/// others; nothing where there are none.
+pub fn steps_lost(done: u64, step: u64) -> String {
+    let lost = match done.saturating_sub(step) {
+        0 => return String::new(),
+        1 => "1 step is".to_string(),
+        n => format!("{n} steps are"),
+    };
+    format!(
+        " {lost} lost, which the run makes again: it had come to step {done}, and goes on from step {step}."
+    )
+}
+
+/// The degrees of a plan, and what it was predicted to take.
+pub fn described(loaded: &Loaded) -> String {
+    let degrees = Degrees::of(&loaded.plan, &loaded.training);
+    let predicted = loaded.plan.predicted.step_time_s;
+    format!("{degrees}, {predicted} predicted")
 }
 
 /// The newest of these checkpoints that is whole, and what is wrong with those after it.
@@ -251,10 +288,7 @@ fn prepared(
         };
         journal.losses = losses;
     });
-    let [before, after] = [loaded, &new].map(|l| {
-        let degrees = Degrees::of(&l.plan, &l.training);
-        format!("{degrees}, {} predicted", l.plan.predicted.step_time_s)
-    });
+    let [before, after] = [loaded, &new].map(described);
     let records = records_aside(args, losses);
     crate::say(format_args!(
         "going on with {} in place of {n_ranks}, from step {step}: planned again in {searched:.1} s ({}).\n{}\n  Before: {before}\n  Now:    {after}{records}",

@@ -13,6 +13,7 @@ use crate::plan_file::{self, Loaded};
 use crate::{document, files, outputs, report};
 use ir::counted;
 use runtime::checkpoint::Rescued;
+use runtime::record::{self, Doing};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::process::CommandExt;
@@ -309,7 +310,7 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
     let (newest, damaged) = journal.newest(folder, salvaged.as_ref());
     let step = newest.as_ref().map_or(journal.first, |(_, step)| *step);
     let began = Instant::now();
-    let mut planned = String::new();
+    let (mut planned, mut planned_now) = (String::new(), None);
     journal.planned = if processes == journal.began.processes {
         Part {
             plan: args.plan.clone(),
@@ -339,12 +340,14 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
             began.elapsed().as_secs_f64(),
             plan.display()
         );
-        Part {
+        let part = Part {
             plan,
             hash: new.hash.clone(),
             ranks,
             processes: processes.min(ranks),
-        }
+        };
+        planned_now = Some(new);
+        part
     };
     journal.processes = journal.planned.processes;
     journal.write(folder)?;
@@ -366,6 +369,11 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
         }
         _ => String::new(),
     };
+    let was = before.loaded_unless(loaded);
+    let was = was.as_ref().unwrap_or(loaded);
+    let is_was = was.hash == before.hash;
+    let lost = reached(args, was).filter(|_| is_was);
+    let lost = lost.map_or_else(String::new, |done| elastic::steps_lost(done, step));
     let source = match (&newest, &args.resume) {
         (Some((path, _)), _) if salvaged.as_ref().is_some_and(|s| s.is_ok()) => format!(
             "The ranks that were left had all states in memory: no step is lost ({}).",
@@ -373,24 +381,37 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
         ),
         (Some((path, _)), _) => {
             let path = path.display();
-            format!("The newest checkpoint that is whole is {path}.")
+            format!("The newest checkpoint that is whole is {path}.{lost}")
         }
         (None, Some(path)) => format!(
-            "There is no checkpoint of it: the run begins again with {}.",
+            "There is no checkpoint of it: the run begins again with {}.{lost}",
             path.display()
         ),
-        (None, None) => "There is no checkpoint of it: the run begins anew.".into(),
+        (None, None) => format!("There is no checkpoint of it: the run begins anew.{lost}"),
     };
     let of = match before.ranks == journal.planned.ranks {
         true => String::new(),
         false => format!(" in place of {}", before.ranks),
+    };
+    let now = planned_now.or_else(|| journal.planned.loaded_unless(loaded));
+    let now = now.as_ref().unwrap_or(loaded);
+    let plans = match before.hash == now.hash {
+        true => String::new(),
+        false => {
+            let before = match is_was {
+                true => elastic::described(was),
+                false => format!("{} has another plan by now", before.plan.display()),
+            };
+            let now = elastic::described(now);
+            format!("\n  Before: {before}\n  Now:    {now}")
+        }
     };
     let aside = match processes < before.processes {
         true => elastic::records_aside(args, journal.losses),
         false => String::new(),
     };
     crate::say(format_args!(
-        "going on with the run of {}, with {}{of}, from step {step}{planned}.\n{}{aside}",
+        "going on with the run of {}, with {}{of}, from step {step}{planned}.{plans}\n{}{aside}",
         folder.join(NAME).display(),
         counted(journal.planned.ranks as u64, "rank"),
         report::wrapped(&format!("  {not}{source}{damaged}")),
@@ -398,6 +419,17 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
     let e = elastic::again(args, &continued)?.exec();
     let what = format!("the run could not go on: {e}");
     Err(Failure::new(Exit::RunFailed, what))
+}
+
+/// How many steps all ranks of the run's last part had made, by the records that they left; none where
+/// these do not say.
+fn reached(args: &RunArgs, played: &Loaded) -> Option<u64> {
+    let mut seen = record::read(args.record.as_deref()?).ok()?;
+    seen.retain(|s| s.plan == played.hash);
+    let doing = record::diagnose(&played.program, &seen).ok()?.ranks;
+    let made = seen.iter().filter(|s| s.training && s.plays > 0);
+    made.map(|s| s.step + u64::from(doing.get(&s.rank) == Some(&Doing::Between)))
+        .min()
 }
 
 /// Whether the run that these arguments ask for is done.
@@ -437,7 +469,15 @@ pub fn end(args: &RunArgs) {
 impl Part {
     /// Whether the plan's file is still the one that was played.
     fn is_there(&self) -> bool {
-        plan_file::load(&self.plan).is_ok_and(|loaded| loaded.hash == self.hash)
+        self.loaded().is_some()
+    }
+    fn loaded(&self) -> Option<Loaded> {
+        let loaded = plan_file::load(&self.plan).ok();
+        loaded.filter(|loaded| loaded.hash == self.hash)
+    }
+    /// The plan where it is another one than this and still there.
+    fn loaded_unless(&self, known: &Loaded) -> Option<Loaded> {
+        (self.hash != known.hash).then(|| self.loaded()).flatten()
     }
 }
 

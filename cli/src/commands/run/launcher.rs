@@ -12,6 +12,8 @@ pub struct Launched {
     pub place: Place,
     /// How many of them are on this host, where that is said.
     pub on_this_host: Option<usize>,
+    /// Which one of those on this host this is, where that is said.
+    pub local: Option<usize>,
     /// Host and port at which process 0 can be reached, where that is said.
     pub address: Option<String>,
     /// The name that tells this run from others of this host.
@@ -34,12 +36,13 @@ impl Launched {
 }
 
 /// The variables of a launcher: its name, those of a process' number and of how many there are,
-/// of how many are on the host, and those that together name the run.
+/// of how many are on the host and which one of them it is, and those that together name the run.
 struct Variables {
     by: &'static str,
     index: &'static str,
     of: &'static [&'static str],
     on_this_host: &'static [&'static str],
+    local: &'static str,
     key: &'static [&'static str],
     /// Set only inside of a run of the launcher.
     needs: Option<&'static str>,
@@ -52,6 +55,7 @@ const LAUNCHERS: [Variables; 4] = [
         index: "RANK",
         of: &["WORLD_SIZE"],
         on_this_host: &["LOCAL_WORLD_SIZE"],
+        local: "LOCAL_RANK",
         key: &[
             "MASTER_ADDR",
             "MASTER_PORT",
@@ -65,6 +69,7 @@ const LAUNCHERS: [Variables; 4] = [
         index: "OMPI_COMM_WORLD_RANK",
         of: &["OMPI_COMM_WORLD_SIZE"],
         on_this_host: &["OMPI_COMM_WORLD_LOCAL_SIZE"],
+        local: "OMPI_COMM_WORLD_LOCAL_RANK",
         key: &["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"],
         needs: None,
     },
@@ -73,6 +78,7 @@ const LAUNCHERS: [Variables; 4] = [
         index: "PMI_RANK",
         of: &["PMI_SIZE"],
         on_this_host: &["MPI_LOCALNRANKS"],
+        local: "MPI_LOCALRANKID",
         key: &["PMI_JOBID", "HYDRA_JOBID"],
         needs: None,
     },
@@ -81,6 +87,7 @@ const LAUNCHERS: [Variables; 4] = [
         index: "SLURM_PROCID",
         of: &["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"],
         on_this_host: &[],
+        local: "SLURM_LOCALID",
         key: &["SLURM_JOB_ID", "SLURM_STEP_ID"],
         // A batch script has the others, too, but is not a process of a step.
         needs: Some("SLURM_STEP_ID"),
@@ -104,6 +111,18 @@ fn launcher(env: &dyn Fn(&str) -> Option<String>) -> Option<&'static Variables> 
 /// Whether a launcher started this process, be it the only one.
 pub fn is_there(env: &dyn Fn(&str) -> Option<String>) -> bool {
     launcher(env).is_some()
+}
+
+/// The name of the variable that a launcher sets in the processes that it starts, and nobody before it;
+/// none without a launcher, or where somebody may have set its variables by hand. Torchrun sets its
+/// run's name beside RANK, which others set, too; other launchers are not imitated.
+pub fn mark(env: &dyn Fn(&str) -> Option<String>) -> Option<&'static str> {
+    let found = launcher(env)?;
+    let mark = match found.by {
+        "torchrun" => "TORCHELASTIC_RUN_ID",
+        _ => found.index,
+    };
+    env(mark).map(|_| mark)
 }
 
 /// Reads what the environment says; nothing without a launcher, or where it started one process.
@@ -148,8 +167,13 @@ pub fn launched(env: &dyn Fn(&str) -> Option<String>) -> Result<Option<Launched>
     if variables.by == "srun" {
         let nodes = ["SLURM_STEP_NUM_NODES", "SLURM_NNODES"];
         let nodes = nodes.iter().find_map(|n| env(n));
-        on_this_host = nodes.filter(|n| n == "1").map(|_| place.of);
+        on_this_host = match nodes.as_deref() {
+            Some("1") => Some(place.of),
+            _ => tasks_of_node(env),
+        };
     }
+    let local = Some(variables.local).filter(is_set);
+    let local = local.map(number).transpose()?;
     let mut key: Vec<String> = vec![variables.by.into()];
     key.extend(variables.key.iter().filter_map(|n| env(n)));
     if key.len() == 1 {
@@ -160,9 +184,29 @@ pub fn launched(env: &dyn Fn(&str) -> Option<String>) -> Result<Option<Launched>
         by: variables.by,
         place,
         on_this_host,
+        local,
         address: address(env),
         key: key.join(" "),
     }))
+}
+
+/// How many tasks of a step of Slurm's are on the node of this one: `2(x3),1` are two on each of
+/// three nodes, and one on a fourth.
+fn tasks_of_node(env: &dyn Fn(&str) -> Option<String>) -> Option<usize> {
+    let names = ["SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"];
+    let all = names.iter().find_map(|n| env(n))?;
+    let mut node: usize = env("SLURM_NODEID")?.trim().parse().ok()?;
+    for some in all.split(',') {
+        let (tasks, nodes) = match some.split_once("(x") {
+            Some((tasks, nodes)) => (tasks, nodes.strip_suffix(')')?.parse().ok()?),
+            None => (some, 1),
+        };
+        if node < nodes {
+            return tasks.trim().parse().ok();
+        }
+        node -= nodes;
+    }
+    None
 }
 
 /// Where process 0 is by MASTER_ADDR and MASTER_PORT. At the port itself torchrun's agent listens
@@ -196,21 +240,69 @@ mod tests {
             ("RANK", "3"),
             ("WORLD_SIZE", "4"),
             ("LOCAL_WORLD_SIZE", "4"),
+            ("LOCAL_RANK", "3"),
             ("MASTER_ADDR", "127.0.0.1"),
             ("MASTER_PORT", "29500"),
             ("TORCHELASTIC_USE_AGENT_STORE", "True"),
             // Torchrun in a step of Slurm's.
             ("SLURM_PROCID", "0"),
+            ("SLURM_LOCALID", "0"),
             ("SLURM_STEP_ID", "0"),
         ];
         let launched = of(&variables).unwrap().unwrap();
+        assert_eq!(launched.local, Some(3));
         assert_eq!(launched.by, "torchrun");
         assert_eq!(launched.place, Place { index: 3, of: 4 });
         assert!(launched.is_local());
         assert_eq!(launched.address.as_deref(), Some("127.0.0.1:29501"));
         assert_eq!(launched.key, "torchrun 127.0.0.1 29500");
         let spread = [variables[0], variables[1], ("LOCAL_WORLD_SIZE", "2")];
-        assert!(!of(&spread).unwrap().unwrap().is_local());
+        let spread = of(&spread).unwrap().unwrap();
+        assert!(!spread.is_local() && spread.local.is_none());
+    }
+
+    /// Slurm says how many there are node by node, here dealt out one by one.
+    #[test]
+    fn processes_are_told_apart_on_their_host() {
+        let on = |node: &str, tasks: &str| {
+            let step = [
+                ("SLURM_PROCID", "4"),
+                ("SLURM_LOCALID", "1"),
+                ("SLURM_NODEID", node),
+                ("SLURM_STEP_NUM_TASKS", "7"),
+                ("SLURM_STEP_NUM_NODES", "4"),
+                ("SLURM_STEP_TASKS_PER_NODE", tasks),
+                ("SLURM_STEP_ID", "0"),
+            ];
+            let srun = of(&step).unwrap().unwrap();
+            assert_eq!(srun.local, Some(1));
+            srun.on_this_host
+        };
+        assert_eq!(on("0", "2(x3),1"), Some(2));
+        assert_eq!(on("2", "2(x3),1"), Some(2));
+        assert_eq!(on("3", "2(x3),1"), Some(1));
+        assert_eq!(on("1", "1,4,2"), Some(4));
+        for (node, tasks) in [
+            ("4", "2(x3),1"),
+            ("0", ""),
+            ("0", "2(x"),
+            ("0", "2(xa)"),
+            ("x", "2"),
+        ] {
+            assert_eq!(on(node, tasks), None, "{node} of {tasks}");
+        }
+        let mpi = [
+            ("OMPI_COMM_WORLD_RANK", "3"),
+            ("OMPI_COMM_WORLD_SIZE", "4"),
+            ("OMPI_COMM_WORLD_LOCAL_RANK", "1"),
+        ];
+        assert_eq!(of(&mpi).unwrap().unwrap().local, Some(1));
+        let hydra = [
+            ("PMI_RANK", "3"),
+            ("PMI_SIZE", "4"),
+            ("MPI_LOCALRANKID", "1"),
+        ];
+        assert_eq!(of(&hydra).unwrap().unwrap().local, Some(1));
     }
 
     #[test]
@@ -257,7 +349,11 @@ mod tests {
     fn one_process_and_none_are_alone() {
         assert_eq!(of(&[]).unwrap(), None);
         assert_eq!(of(&[("RANK", "0"), ("WORLD_SIZE", "1")]).unwrap(), None);
-        assert!(is_there(&|name| (name == "RANK").then(|| "0".into())));
+        let by_hand = |name: &str| (name == "RANK").then(|| "0".into());
+        assert!(is_there(&by_hand) && mark(&by_hand).is_none());
+        let is_set = |name: &str| ["RANK", "TORCHELASTIC_RUN_ID"].contains(&name);
+        let by_torchrun = |name: &str| is_set(name).then(|| "0".into());
+        assert_eq!(mark(&by_torchrun), Some("TORCHELASTIC_RUN_ID"));
         assert!(!is_there(&|_| None));
     }
 
@@ -271,5 +367,7 @@ mod tests {
         wrong(&[("RANK", "x"), ("WORLD_SIZE", "2")], "RANK is `x`");
         wrong(&[("RANK", "2"), ("WORLD_SIZE", "2")], "RANK is 2 of 2");
         wrong(&[("PMI_RANK", "0"), ("PMI_SIZE", "-1")], "PMI_SIZE is `-1`");
+        let local = [("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "?")];
+        wrong(&local, "LOCAL_RANK is `?`");
     }
 }

@@ -111,11 +111,31 @@ pub fn explained(
     (error, company): (&RuntimeError, Option<&Company>),
 ) -> String {
     let (words, verdict) = examined(args, loaded, (error, company));
-    if let (Some(folder), Some(verdict)) = (&args.record, verdict) {
-        // The error is said all the same.
-        let _ = verdict.write(folder);
+    let (Some(folder), Some(verdict)) = (&args.record, verdict) else {
+        return words;
+    };
+    // All that this process sees once it goes on follows from its own silence.
+    if let Some(others) = without_this(folder) {
+        return format!(
+            "process 0 stood still, or could not be heard: the others have ended without it ({}), and so {words}",
+            others.error
+        );
     }
+    // The error is said all the same.
+    let _ = verdict.write(folder);
     words
+}
+
+/// The finding of other processes of the run that this one does not answer; none where they have not
+/// found that. Where its connections broke, this one has found so, too, and knows better.
+fn without_this(folder: &Path) -> Option<Verdict> {
+    let verdict = Verdict::read(folder)?;
+    let seen = record::read(folder).ok()?;
+    let (pid, host) = (std::process::id(), record::host());
+    // The records are of another run where this one's was begun again meanwhile.
+    let mut own = seen.iter().filter(|s| s.pid == pid && s.host == host);
+    let is_silent = |s: &Seen| matches!(verdict.found.get(&s.rank), Some(Fate::Lost(how)) if how == record::SILENT);
+    own.any(is_silent).then_some(verdict)
 }
 
 /// The same words, in a process that has lost process 0 and leaves the finding to

@@ -163,21 +163,33 @@ pub fn read(key: &str) -> Result<Appointment, String> {
     serde_json::from_str(&text).map_err(|e| format!("{}: {e}", path.display()))
 }
 
-/// Reads the token in a file that only its owner can read.
+/// Reads the token in a file that only its owner can read, or by a descriptor that this process was
+/// started with.
 pub fn token(path: &Path) -> Result<Token, Failure> {
     let failed = |what: String| {
         Failure::new(Exit::BadInput, format!("--token-file {}: {what}", path.display())).help(
             "make one with `(umask 077; openssl rand -hex 32 > token)`, and give every process a copy",
         )
     };
-    let text = private_text(path).map_err(|e| failed(e.to_string()))?;
+    let text = match is_descriptor(path) {
+        // Whoever opened it has chosen what it is: a pipe, or a file that has no name any more.
+        true => File::open(path).and_then(|file| text_of(&file)),
+        false => private_text(path),
+    };
+    let text = text.map_err(|e| failed(e.to_string()))?;
     Token::parse(&text).map_err(|e| failed(e.to_string()))
+}
+
+/// Whether a path is that of one of this process' descriptors.
+fn is_descriptor(path: &Path) -> bool {
+    let number = |folder: &str| path.strip_prefix(folder).ok()?.to_str();
+    let number = number("/dev/fd").or_else(|| number("/proc/self/fd"));
+    number.is_some_and(|n| n.parse::<u32>().is_ok())
 }
 
 /// The text of a small file that is no link and that nobody else can read: what is opened is what
 /// is looked at.
 fn private_text(path: &Path) -> io::Result<String> {
-    const LONGEST: u64 = 1 << 16;
     let no_link = OFlags::NOFOLLOW.bits().cast_signed();
     let file = File::options()
         .read(true)
@@ -188,6 +200,11 @@ fn private_text(path: &Path) -> io::Result<String> {
         let what = "others can read it, or it is theirs";
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, what));
     }
+    text_of(&file)
+}
+
+fn text_of(file: &File) -> io::Result<String> {
+    const LONGEST: u64 = 1 << 16;
     let mut text = String::new();
     file.take(LONGEST).read_to_string(&mut text)?;
     Ok(text)

@@ -1,0 +1,158 @@
+//! A process whose parent has ended. One that a run has started itself ends with it until it has
+//! joined, as no connection says so before. One of a launcher's ends its run as an interrupt does:
+//! where the launcher was killed, nobody else would, and the ranks would go on unseen and keep
+//! others from going on with their run.
+
+use super::among::Setting;
+use super::launcher;
+use crate::args::RunArgs;
+use crate::failure::Exit;
+use crate::interrupt::{heeded, say_last};
+use runtime::processes::{Launchers, Processes};
+use rustix::process::{Signal, getpid, kill_process};
+use signal_hook::consts::SIGHUP;
+use std::os::unix::process::parent_id;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+/// How often is looked whether the parent is there.
+const LOOK: Duration = Duration::from_millis(100);
+/// Shells between a launcher and a process that are looked at.
+const MOST_BETWEEN: usize = 16;
+
+/// Ends this process when the one that started it has, as long as this is there: until they have
+/// met, no connection says so, and the place where they would meet stays empty.
+pub struct Orphan(Arc<AtomicBool>);
+
+impl Orphan {
+    /// Looks for this parent.
+    pub fn watch(parent: u32) -> Self {
+        let has_joined = Arc::new(AtomicBool::new(false));
+        let seen = Arc::clone(&has_joined);
+        std::thread::spawn(move || {
+            while !seen.load(Ordering::Relaxed) {
+                if parent_id() != parent {
+                    crate::say(format_args!(
+                        "process 0 (pid {parent}) ended before this process joined it"
+                    ));
+                    std::process::exit(Exit::RunFailed as i32);
+                }
+                std::thread::sleep(LOOK);
+            }
+        });
+        Orphan(has_joined)
+    }
+}
+
+impl Drop for Orphan {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// The way to process 0, once all have met, of a process that looks for its launcher.
+pub struct Launcher(Arc<OnceLock<Launchers>>);
+
+impl Launcher {
+    /// Looks from now on whether the launcher that started this process is there, or, in process 0,
+    /// those of the others are; `parent` is the one that this process had when it began. Without a
+    /// launcher nothing is looked for.
+    ///
+    /// Interrupts must be heeded by now: its end is one.
+    pub fn watch(parent: u32, setting: &Setting, args: &RunArgs) -> Self {
+        let known: Arc<OnceLock<Launchers>> = Arc::default();
+        let env = |name: &str| std::env::var(name).ok();
+        let may_be = match setting {
+            Setting::Launched(_) => true,
+            #[cfg(feature = "mpi")]
+            Setting::Mpi(_) => true,
+            Setting::Alone => !args.alone && args.processes.is_none(),
+            Setting::Starts(_) | Setting::Started(_) => false,
+        };
+        // Whoever starts processes by hand and with `nohup` means them to outlive the shell.
+        let heeds_hangups = || heeded().any(|signal| signal == SIGHUP);
+        let mark = launcher::mark(&env);
+        if may_be && launcher::is_there(&env) && (mark.is_some() || heeds_hangups()) {
+            let (index, known) = (setting.index(), Arc::clone(&known));
+            let line = Line::from(parent, mark);
+            std::thread::spawn(move || look(&line, index, &known));
+        }
+        Launcher(known)
+    }
+    /// Lets it know the processes of the run.
+    pub fn knows(&self, processes: &Processes) {
+        let _ = self.0.set(processes.launchers());
+    }
+}
+
+/// The processes between a launcher and this one, as shells of scripts that it was told to start, each
+/// with its parent: where the launcher is killed, they stay.
+struct Line {
+    parent: u32,
+    between: Vec<(u32, u32)>,
+}
+
+impl Line {
+    /// Those are the processes above this one that have the launcher's mark as well.
+    fn from(parent: u32, mark: Option<&str>) -> Self {
+        let mut between = Vec::new();
+        let mut at = parent;
+        while between.len() < MOST_BETWEEN
+            && let Some(mark) = mark
+            && has(at, mark)
+            && let Some(above) = parent_of(at)
+        {
+            between.push((at, above));
+            at = above;
+        }
+        Line { parent, between }
+    }
+    /// Whether one of them has lost its parent.
+    fn is_broken(&self) -> bool {
+        let is_lost = |(process, above): &(u32, u32)| parent_of(*process) != Some(*above);
+        parent_id() != self.parent || self.between.iter().any(is_lost)
+    }
+}
+
+/// Whether a process of this user was started with a variable of this name.
+fn has(process: u32, name: &str) -> bool {
+    let all = std::fs::read(format!("/proc/{process}/environ")).unwrap_or_default();
+    let mut all = all.split(|byte| *byte == 0);
+    all.any(|v| {
+        v.strip_prefix(name.as_bytes())
+            .is_some_and(|v| v.first() == Some(&b'='))
+    })
+}
+
+fn parent_of(process: u32) -> Option<u32> {
+    let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
+    // State and parent follow the name, which is in brackets and may have any.
+    let (_, rest) = stat.rsplit_once(") ")?;
+    rest.split(' ').nth(1)?.parse().ok()
+}
+
+/// Waits until a launcher has ended, and asks this process to end its run then, or process 0 to do so.
+fn look(line: &Line, index: usize, known: &OnceLock<Launchers>) {
+    let of_another = || known.get().filter(|_| index == 0)?.orphan();
+    let words = loop {
+        let found = line.is_broken().then_some(index);
+        if let Some(orphan) = found.or_else(of_another) {
+            break format!("the launcher of process {orphan} has ended");
+        }
+        std::thread::sleep(LOOK);
+    };
+    say_last(format!("{words}: the run ends as by an interrupt"));
+    // This one is never the second interrupt, by which all that is not written would be lost.
+    let _ = kill_process(getpid(), Signal::USR1);
+    if index == 0 {
+        return;
+    }
+    // Where all have met already, process 0 has to hear of it, which may have another launcher.
+    loop {
+        if let Some(launchers) = known.get() {
+            return launchers.have_ended();
+        }
+        std::thread::sleep(LOOK);
+    }
+}
