@@ -195,8 +195,8 @@ fn play(program: &Program, events: &Events, needed: &Needed, report: &mut Report
 /// The roles that wait, each for others.
 type Waits = DiGraph<(), ()>;
 
-/// A shortest circle through the first of some roles that all wait for each other, that one first; none
-/// of a role that waits for others alone.
+/// A shortest circle through the first of some roles that all wait for each other, that one first;
+/// none of a role that waits for others alone.
 fn circle(waits: &Waits, among: &[NodeIndex]) -> Option<Vec<usize>> {
     let first = *among.iter().min()?;
     // By role, the one that waits for it.

@@ -245,7 +245,8 @@ fn copies(alive: &[(usize, usize)]) -> u32 {
     u32::try_from(n).expect("there are fewer than 2^32 microbatches")
 }
 
-/// Places what outlives a template, each in the arena of its memory; returns the end of the device's.
+/// Places what outlives a template, each in the arena of its memory; returns the end of the
+/// device's.
 fn place_fixed(program: &mut RoleProgram) -> Result<u64, LowerError> {
     let rank = |class: BufferClass| match class {
         BufferClass::Persistent => 0,
@@ -533,7 +534,8 @@ fn travels(item: &CollectiveItem) -> bool {
 /// where the base lies changes nothing.
 #[derive(Default)]
 struct Fits {
-    /// By bytes, first and last instruction of the intervals in their order: the offsets from the base.
+    /// By bytes, first and last instruction of the intervals in their order: the offsets from the
+    /// base.
     known: FxHashMap<Vec<(u64, usize, usize)>, Vec<u64>>,
 }
 

@@ -484,8 +484,8 @@ impl LayerModel {
 
 impl WeightedLayer<'_> {
     /// The matrix under some weights; the weights of time must be those of `weighted`. With a slack
-    /// it need only be exact up to so much above the least, relatively, where all of it would take so
-    /// many sums or more ([`Eliminator::run_near`]).
+    /// it need only be exact up to so much above the least, relatively, where all of it would take
+    /// so many sums or more ([`Eliminator::run_near`]).
     pub(crate) fn price(&self, weights: Weights, near: Option<(f64, u64)>) -> PricedLayer<'_> {
         let groups = &self.model.groups;
         let node_costs: Vec<Vec<Cost>> = groups
@@ -557,8 +557,8 @@ impl LayerCost {
     }
 }
 
-/// The group of a parameter at `index` with the choices that are of use, and how many there were; those
-/// of one that was made before are the same.
+/// The group of a parameter at `index` with the choices that are of use, and how many there were;
+/// those of one that was made before are the same.
 fn parameter(
     s: &Setting<'_>,
     known: &mut MeshFacts<'_>,
@@ -587,8 +587,8 @@ fn parameter(
     Ok((group, answer.n_made))
 }
 
-/// The group at `index` with the choices that are of use, and how many there were. One that is not the
-/// layer's own has layouts but no costs.
+/// The group at `index` with the choices that are of use, and how many there were. One that is not
+/// the layer's own has layouts but no costs.
 fn made(
     s: &Setting<'_>,
     prices: &mut Prices<'_>,
@@ -845,8 +845,8 @@ fn tensor_of(s: &Setting<'_>, prices: &mut Prices<'_>, u: &Use) -> Tensor {
     prices.tensor(ty.shape.bind(s.batch), ty.dtype, buckets)
 }
 
-/// Seconds that the use's op takes more where its operand is laid out anew, as it is no part of the call
-/// that makes it then.
+/// Seconds that the use's op takes more where its operand is laid out anew, as it is no part of the
+/// call that makes it then.
 fn apart_s(u: &Use, to: &Choice) -> f64 {
     let apart = to.ops[u.consumer.0].apart;
     let own = apart.filter(|(operand, _)| u.consumer.1 == Some(*operand));

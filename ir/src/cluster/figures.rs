@@ -1,5 +1,5 @@
-//! The figures of a cluster file, each with the numbers that it may be: one table, from which come the
-//! checks and the words of their messages. The end of a key is its unit.
+//! The figures of a cluster file, each with the numbers that it may be: one table, from which come
+//! the checks and the words of their messages. The end of a key is its unit.
 
 use super::{Cluster, Device, Level, MAX_FIGURE, Pool, Protocol};
 use crate::storage::Storage;
@@ -20,8 +20,8 @@ const UP_TO_2: Numbers = (LEAST..=2.0, "more than 0, at most 2");
 const LEFT_FREE: Numbers = (0.0..=1f64.next_down(), "a share from 0 to below 1");
 const COUNT: Numbers = (1.0..=MAX_FIGURE, "at least 1");
 
-/// A key, the numbers that it may be, and those that it is: none where it is absent, several with the
-/// rest of their keys where it is a table.
+/// A key, the numbers that it may be, and those that it is: none where it is absent, several with
+/// the rest of their keys where it is a table.
 type Row = (&'static str, Numbers, Vec<(String, f64)>);
 
 fn row(key: &'static str, numbers: Numbers, x: impl Into<Option<f64>>) -> Row {

@@ -1,5 +1,5 @@
-//! Things that hold on a mesh whatever the samples of a microbatch and whatever is recomputed: prices
-//! of layout changes, and the groups of parameters with the choices that are of use.
+//! Things that hold on a mesh whatever the samples of a microbatch and whatever is recomputed:
+//! prices of layout changes, and the groups of parameters with the choices that are of use.
 //!
 //! A search models every kind of layer for each microbatch size and each choice of what is
 //! recomputed, and the group of a parameter is the same in all of these models but for the numbers
@@ -13,8 +13,8 @@ use ir::{LogicalMesh, OpId};
 use rustc_hash::FxHashMap;
 use std::sync::Arc;
 
-/// What is known of a mesh. It is for the settings of one search: those that differ in the samples of
-/// a microbatch and in what is recomputed alone.
+/// What is known of a mesh. It is for the settings of one search: those that differ in the samples
+/// of a microbatch and in what is recomputed alone.
 pub(crate) struct MeshFacts<'a> {
     pub prices: Prices<'a>,
     roles: Vec<AxisRole>,

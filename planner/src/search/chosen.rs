@@ -119,8 +119,8 @@ impl Search<'_> {
         kept.retain(|&(batch, index), _| stays(batch, index));
     }
 
-    /// Forgets the models of a microbatch size for which these pipelines were found, but for those of
-    /// shapes that they are made of and of shapes that [`hiding`](Self::hiding) looks at again.
+    /// Forgets the models of a microbatch size for which these pipelines were found, but for those
+    /// of shapes that they are made of and of shapes that [`hiding`](Self::hiding) looks at again.
     pub(super) fn forget_others<'c>(
         &self,
         batch: u64,

@@ -6,10 +6,10 @@
 //! fastest plan there is, and by the objective a tenth behind. So stages over all devices are
 //! chosen once more under weights that charge hardly any of such traffic, and compared as programs
 //! run them: a pass takes as long as its kernels or its traffic, whichever is longer, and a part of
-//! the other that shows. Where traffic takes nearly as long as kernels, stages are also chosen under
-//! weights that charge half of it. The best of them are simulated beside the rest. Of one or two
-//! microbatches so are those whose parameters are whole: what they reduce at the step's end hides
-//! there too, and is charged in full.
+//! the other that shows. Where traffic takes nearly as long as kernels, stages are also chosen
+//! under weights that charge half of it. The best of them are simulated beside the rest. Of one or
+//! two microbatches so are those whose parameters are whole: what they reduce at the step's end
+//! hides there too, and is charged in full.
 
 use super::mixes::Rungs;
 use super::pipelines::{NEAR, Pipeline};
@@ -33,13 +33,14 @@ const AT_ONCE: usize = 2;
 const HALF_HIDDEN: f64 = 0.5;
 /// Traffic that takes so many times as long as kernels, or more, is too much to think little of it.
 const MUCH: f64 = 0.6;
-/// The share that shows of traffic that takes as long as kernels; of less it is less, by the square.
-/// ZeRO-3 of Llama 70B on 512 H100s by the simulator: 1% at 0.37 times the kernels, 6% at 0.59
-/// times, 17% at 0.92 times.
+/// The share that shows of traffic that takes as long as kernels; of less it is less, by the
+/// square. ZeRO-3 of Llama 70B on 512 H100s by the simulator: 1% at 0.37 times the kernels, 6% at
+/// 0.59 times, 17% at 0.92 times.
 const SHOWN: f64 = 0.2;
-/// The least that a pipeline takes beside its traffic, of what it is charged where most or half of that
-/// is assumed to hide: just below the least of `(1 + SHOWN r^3) / (1 + (1 - hidden) r)`, where traffic
-/// takes r times as long as kernels. What is charged more than it may then cost is not priced.
+/// The least that a pipeline takes beside its traffic, of what it is charged where most or half of
+/// that is assumed to hide: just below the least of `(1 + SHOWN r^3) / (1 + (1 - hidden) r)`, where
+/// traffic takes r times as long as kernels. What is charged more than it may then cost is not
+/// priced.
 const LEAST_OF_MOST: f64 = 0.99;
 const LEAST_OF_HALF: f64 = 0.78;
 /// The ZeRO levels at which the fastest is simulated once more: below them nothing moves in the
@@ -121,8 +122,8 @@ impl Search<'_> {
     }
 
     /// Pipelines of few microbatches whose parameters are whole in them, if those of `found` may be
-    /// split: the objective charges all of what moves at the step's ends, assumed to hide or not, so
-    /// by it splitting is better for the microbatches as well.
+    /// split: the objective charges all of what moves at the step's ends, assumed to hide or not,
+    /// so by it splitting is better for the microbatches as well.
     fn whole_beside(
         &self,
         found: &[Pipeline],
@@ -223,8 +224,8 @@ impl Search<'_> {
         made.collect()
     }
 
-    /// A pipeline of one stage where its traffic runs beside its kernels; as it is charged, where the
-    /// stage's costs are not known.
+    /// A pipeline of one stage where its traffic runs beside its kernels; as it is charged, where
+    /// the stage's costs are not known.
     fn beside(&self, p: &Pipeline, candidate: &Candidate) -> Beside {
         let charged_s = p.choice.cost.total_s;
         let rungs = p.choice.stages.first().map(|s| Rungs::of_tag(s.tag).1);

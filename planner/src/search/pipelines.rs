@@ -28,7 +28,8 @@ const SIMULATED_INTERLEAVED: usize = 12;
 /// a mesh: sends, of which there are as many more, hide behind computing as only the simulator
 /// knows.
 pub(super) const INTERLEAVED_OF_A_SIZE: usize = 4;
-/// A pipeline that costs so many times as much as the best of its kind is not simulated. Mostly the two differ by less, but nothing makes them.
+/// A pipeline that costs so many times as much as the best of its kind is not simulated. Mostly the
+/// two differ by less, but nothing makes them.
 pub(super) const NEAR: f64 = 1.06;
 /// Layers times devices up to which the best pipeline of every power of two of stages is simulated,
 /// what is near there, and how many are: simulating such programs takes milliseconds.
@@ -37,8 +38,8 @@ const NEAR_IN_A_SMALL_ONE: f64 = 1.15;
 const SIMULATED_IN_A_SMALL_ONE: usize = 12;
 /// Microbatch sizes that are solved at once, before what they give holds back the next ones.
 const BATCHES_AT_ONCE: usize = 2;
-/// Bytes of all devices for each parameter and each sample of a likely microbatch. The best plans of the
-/// cases that planning is timed on have 1 to 50, most of them 5 to 11.
+/// Bytes of all devices for each parameter and each sample of a likely microbatch. The best plans
+/// of the cases that planning is timed on have 1 to 50, most of them 5 to 11.
 const LIKELY_BYTES: f64 = 4.0;
 /// The same where submeshes of several sizes are mixed, which nothing holds back.
 const MIXED_AT_ONCE: usize = 8;
@@ -128,8 +129,8 @@ impl Search<'_> {
         let (mut plain, mut interleaved) = (Vec::new(), Vec::new());
         let mut bound = f64::INFINITY;
         let mut nearest: Option<PlanError> = None;
-        // In parallel; collected in the order of the batches, so the outcome does not depend
-        // on which is ready first. A few at a time, so that those found can hold back the next: from
+        // In parallel; collected in the order of the batches, so the outcome does not depend on
+        // which is ready first. A few at a time, so that those found can hold back the next: from
         // large ones down, because these bound the smaller ones.
         let at_once = match self.mixes_submeshes() {
             true => MIXED_AT_ONCE,
@@ -218,7 +219,8 @@ impl Search<'_> {
         Ok((plain, bound))
     }
 
-    /// Samples of a microbatch that many a plan has: as many as replicas of the model would fit, about.
+    /// Samples of a microbatch that many a plan has: as many as replicas of the model would fit,
+    /// about.
     fn likely_batch(&self) -> u64 {
         let n_devices = f64::from(self.cluster.n_devices());
         let bytes = n_devices * self.bytes_of(self.cluster) as f64;
@@ -297,10 +299,10 @@ impl Search<'_> {
         }
     }
 
-    /// The cost from which pipelines are held back where one of any kind costs `least_s`: 6% more. It
-    /// is a rule of thumb, since the simulator hides more of one than of another; so nothing is held
-    /// back by it where all of the space can be looked at, nor where devices share processors, which
-    /// the objective does not know.
+    /// The cost from which pipelines are held back where one of any kind costs `least_s`: 6% more.
+    /// It is a rule of thumb, since the simulator hides more of one than of another; so nothing is
+    /// held back by it where all of the space can be looked at, nor where devices share processors,
+    /// which the objective does not know.
     pub(super) fn held_back_s(&self, least_s: f64) -> f64 {
         match self.mixes_submeshes() || self.cluster.pool.is_some() {
             true => f64::INFINITY,

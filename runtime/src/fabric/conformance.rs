@@ -237,8 +237,8 @@ fn loaded(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     widen(dtype, aligned).into_owned()
 }
 
-/// Numbers that a rank brings to a sum of exponentials: some are minus infinity, which adds nothing, and
-/// of some elements all ranks bring it.
+/// Numbers that a rank brings to a sum of exponentials: some are minus infinity, which adds
+/// nothing, and of some elements all ranks bring it.
 fn logarithms(dtype: DType, rank: Rank, elements: usize) -> Vec<u8> {
     let mut values = loaded(dtype, &numbers(dtype, rank, elements));
     for (i, x) in values.iter_mut().enumerate() {

@@ -86,8 +86,8 @@ impl Launcher {
     }
 }
 
-/// The processes between a launcher and this one, as shells of scripts that it was told to start, each
-/// with its parent: where the launcher is killed, they stay.
+/// The processes between a launcher and this one, as shells of scripts that it was told to start,
+/// each with its parent: where the launcher is killed, they stay.
 struct Line {
     parent: u32,
     between: Vec<(u32, u32)>,
@@ -132,7 +132,8 @@ fn parent_of(process: u32) -> Option<u32> {
     rest.split(' ').nth(1)?.parse().ok()
 }
 
-/// Waits until a launcher has ended, and asks this process to end its run then, or process 0 to do so.
+/// Waits until a launcher has ended, and asks this process to end its run then, or process 0 to do
+/// so.
 fn look(line: &Line, index: usize, known: &OnceLock<Launchers>) {
     let of_another = || known.get().filter(|_| index == 0)?.orphan();
     let words = loop {

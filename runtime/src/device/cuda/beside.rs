@@ -1,8 +1,9 @@
-//! The memory that a rank takes of its GPU beside its arena, counted from its program without a GPU.
+//! The memory that a rank takes of its GPU beside its arena, counted from its program without a
+//! GPU.
 //!
-//! A stream has scratch memory, which grows to the next power of two and keeps what became too small,
-//! and a workspace of the library if it computes. How much an instruction asks for is said by the
-//! functions that a run asks, given where the program has its operands.
+//! A stream has scratch memory, which grows to the next power of two and keeps what became too
+//! small, and a workspace of the library if it computes. How much an instruction asks for is said
+//! by the functions that a run asks, given where the program has its operands.
 
 use super::args::Span;
 use super::launches::op;
@@ -17,9 +18,13 @@ use ir::{BufferId, Rank, StreamId};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-/// Most bytes of the GPU's memory that a rank of a role takes beside its arena: workspaces and scratch
-/// of its streams, copies of operands that overlap results, tables of what is joined, and what is
-/// staged where ranks meet by NCCL. Memory of the driver and of NCCL itself is not in it.
+/// Ranks of a role whose exchanges are looked at, spread evenly over all of them: buffers are as
+/// large on each rank, and thousands of ranks would take minutes.
+const MOST_RANKS: usize = 64;
+
+/// Most bytes of the GPU's memory that a rank of a role takes beside its arena: workspaces and
+/// scratch of its streams, copies of operands that overlap results, tables of what is joined, and
+/// what is staged where ranks meet by NCCL. Memory of the driver and of NCCL itself is not in it.
 ///
 /// Fails where a run would: a transfer has no end, or the loss cannot be had without training.
 pub fn beside_arena(program: &Program, role: &RoleProgram) -> Result<u64, RuntimeError> {
@@ -39,7 +44,8 @@ pub fn beside_arena(program: &Program, role: &RoleProgram) -> Result<u64, Runtim
             streams.compute.insert(instruction.stream);
         }
     }
-    for rank in role.mesh.ranks() {
+    let apart = (role.mesh.n_devices() as usize).div_ceil(MOST_RANKS).max(1);
+    for rank in role.mesh.ranks().step_by(apart) {
         let calls = rank_calls(program, role, rank, &locals(role, rank)?)?;
         for (t, (i, instruction)) in all() {
             let Some(call) = &calls[t][i] else { continue };
