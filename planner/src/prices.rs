@@ -44,7 +44,7 @@ struct OfTensor {
 /// Paths between two specs as numbers of steps.
 #[derive(Default)]
 struct Paths {
-    /// Of all paths, one behind the other.
+    /// The steps of all paths, one behind the other.
     steps: Vec<u32>,
     /// By path, where its steps end.
     ends: Vec<u32>,

@@ -75,7 +75,7 @@ struct Search<'a> {
     submeshes: &'a [Submesh],
     /// A tensor that crosses layer boundaries, if one does.
     boundary: Option<ValueId>,
-    /// What was found out about meshes that nobody prices at the moment.
+    /// The facts of meshes that nobody prices at the moment.
     known: Mutex<Vec<MeshFacts<'a>>>,
     /// Models of shapes that more than one pipeline is made of.
     kept: Mutex<Kept>,

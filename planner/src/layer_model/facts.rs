@@ -13,7 +13,7 @@ use ir::{LogicalMesh, OpId};
 use rustc_hash::FxHashMap;
 use std::sync::Arc;
 
-/// What is known of a mesh. It is for the settings of one search: those that differ in the samples
+/// The facts of a mesh, for the settings of one search: those that differ in the samples
 /// of a microbatch and in what is recomputed alone.
 pub(crate) struct MeshFacts<'a> {
     pub prices: Prices<'a>,

@@ -300,10 +300,6 @@ impl<'a> Search<'a> {
         let small = figures(&paths);
         rungs.insert(family.rung(top), paths);
         let Some(mut small) = small else { return };
-        // Cheaper memory only takes more of it.
-        if small.1 > budget {
-            return;
-        }
         let (mut above, mut below) = (0, top);
         for _ in 1..self.effort.times(PRICES) {
             let (time, bytes) = (small.0 - fast.0, fast.1 - small.1);
@@ -467,7 +463,7 @@ impl<'a> Search<'a> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What was found out about a mesh last, or nothing.
+    /// The facts of a mesh that were found last, or none.
     fn known_of(&self, mesh: &LogicalMesh, roles: &[AxisRole]) -> MeshFacts<'a> {
         let mut all = self.all_known();
         match all.iter().position(|known| known.is_of(mesh, roles)) {

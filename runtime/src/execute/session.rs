@@ -973,7 +973,7 @@ impl Session {
                     lost.push(m.rank);
                     return false;
                 }
-                if is_step && answer.is_some() {
+                if answer.is_some() {
                     patience = Some(Patience::of(longest));
                 }
                 match answer {

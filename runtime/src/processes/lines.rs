@@ -273,7 +273,7 @@ impl Processes {
         let me = self.place.index;
         let own = shares.get(me).map_or(0, Vec::len);
         match self.local {
-            Some(local) if shares.iter().all(|s| s.len() == own) => local * own,
+            Some(local) if shares.iter().all(|s| s.len() == own) => local.saturating_mul(own),
             _ => {
                 let before = self.all.iter().zip(shares).take(me);
                 let here = before.filter(|(who, _)| who.host == self.all[me].host);

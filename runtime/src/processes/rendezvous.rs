@@ -655,7 +655,10 @@ pub fn join(
                 let (from, to) = between(missing, place.index);
                 return Err(apart(from, to, &"process 0 has ended"));
             }
-            // Calls say by themselves that they were in vain.
+            // Calls say by themselves that they were in vain, unless their thread has failed.
+            None if missing < place.index && Instant::now() >= until + 4 * INTRODUCTION => {
+                return Err(apart(place.index, missing, &"nothing came of its call"));
+            }
             None if missing > place.index && Instant::now() >= until => {
                 return Err(apart(missing, place.index, &"it did not call in time"));
             }
@@ -665,7 +668,7 @@ pub fn join(
     Ok(Processes::new(place, all, connections(streams)))
 }
 
-/// Of two processes the one that calls, and the one that is called.
+/// The one of two processes that calls, and the one that is called.
 fn between(one: usize, other: usize) -> (usize, usize) {
     (one.max(other), one.min(other))
 }

@@ -170,9 +170,11 @@ impl Journal {
         interrupts.making(|made| {
             let path = folder.join(NAME);
             // That of a run that is done comes back where this one comes to nothing.
-            made.push(match std::fs::read(&path) {
-                Ok(before) => Made::Replaced(path, before),
-                Err(_) => Made::File(path),
+            made.extend(match std::fs::read(&path) {
+                Ok(before) => Some(Made::Replaced(path, before)),
+                Err(e) if e.kind() == std::io::ErrorKind::NotFound => Some(Made::File(path)),
+                // One that cannot be read is not ours to remove.
+                Err(_) => None,
             });
             runtime::checkpoint::forget(folder);
             journal.write(folder)
@@ -485,8 +487,8 @@ impl Part {
 mod tests {
     use super::*;
 
-    /// Of what ranks left, each shard was read when it was made a checkpoint; that of an hour's
-    /// training takes minutes to read.
+    /// Each shard that ranks left was read when it was made a checkpoint; that of an hour's training
+    /// takes minutes to read.
     #[test]
     fn what_was_salvaged_is_not_read_again() {
         let part = Part {

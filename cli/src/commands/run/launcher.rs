@@ -172,8 +172,10 @@ pub fn launched(env: &dyn Fn(&str) -> Option<String>) -> Result<Option<Launched>
             _ => tasks_of_node(env),
         };
     }
+    // A hint: what is no place among those of its host, as the -1 of scripts, says nothing.
     let local = Some(variables.local).filter(is_set);
-    let local = local.map(number).transpose()?;
+    let local = local.and_then(|name| number(name).ok());
+    let local = local.filter(|local| *local < on_this_host.unwrap_or(place.of));
     let mut key: Vec<String> = vec![variables.by.into()];
     key.extend(variables.key.iter().filter_map(|n| env(n)));
     if key.len() == 1 {
@@ -367,7 +369,10 @@ mod tests {
         wrong(&[("RANK", "x"), ("WORLD_SIZE", "2")], "RANK is `x`");
         wrong(&[("RANK", "2"), ("WORLD_SIZE", "2")], "RANK is 2 of 2");
         wrong(&[("PMI_RANK", "0"), ("PMI_SIZE", "-1")], "PMI_SIZE is `-1`");
-        let local = [("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "?")];
-        wrong(&local, "LOCAL_RANK is `?`");
+        // A place on the host is a hint.
+        for local in ["?", "-1", "2", "18446744073709551615"] {
+            let set = [("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", local)];
+            assert_eq!(of(&set).unwrap().unwrap().local, None, "{local}");
+        }
     }
 }

@@ -9,7 +9,7 @@ use crate::args::RunArgs;
 use crate::failure::Exit;
 use crate::interrupt::{heeded, say_last};
 use runtime::processes::{Launchers, Processes};
-use rustix::process::{Signal, getpid, kill_process};
+use rustix::process::{Signal, getpid, getsid, kill_process};
 use signal_hook::consts::SIGHUP;
 use std::os::unix::process::parent_id;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -70,10 +70,12 @@ impl Launcher {
             Setting::Alone => !args.alone && args.processes.is_none(),
             Setting::Starts(_) | Setting::Started(_) => false,
         };
-        // Whoever starts processes by hand and with `nohup` means them to outlive the shell.
-        let heeds_hangups = || heeded().any(|signal| signal == SIGHUP);
+        // Whoever starts processes by hand with `nohup`, in a session of their own or behind a
+        // parent that ends at once means them to outlive the shell.
+        let is_alone = || parent == 1 || getsid(None).is_ok_and(|session| session == getpid());
+        let is_of_shell = || heeded().any(|signal| signal == SIGHUP) && !is_alone();
         let mark = launcher::mark(&env);
-        if may_be && launcher::is_there(&env) && (mark.is_some() || heeds_hangups()) {
+        if may_be && launcher::is_there(&env) && (mark.is_some() || is_of_shell()) {
             let (index, known) = (setting.index(), Arc::clone(&known));
             let line = Line::from(parent, mark);
             std::thread::spawn(move || look(&line, index, &known));
@@ -110,7 +112,9 @@ impl Line {
     }
     /// Whether one of them has lost its parent.
     fn is_broken(&self) -> bool {
-        let is_lost = |(process, above): &(u32, u32)| parent_of(*process) != Some(*above);
+        // One that has ended itself leaves another parent to the one below it, which is seen there.
+        let is_lost =
+            |(process, above): &(u32, u32)| parent_of(*process).is_some_and(|now| now != *above);
         parent_id() != self.parent || self.between.iter().any(is_lost)
     }
 }
