@@ -269,7 +269,7 @@ mod tests {
         let on = |node: &str, tasks: &str| {
             let step = [
                 ("SLURM_PROCID", "4"),
-                ("SLURM_LOCALID", "1"),
+                ("SLURM_LOCALID", "0"),
                 ("SLURM_NODEID", node),
                 ("SLURM_STEP_NUM_TASKS", "7"),
                 ("SLURM_STEP_NUM_NODES", "4"),
@@ -277,7 +277,7 @@ mod tests {
                 ("SLURM_STEP_ID", "0"),
             ];
             let srun = of(&step).unwrap().unwrap();
-            assert_eq!(srun.local, Some(1));
+            assert_eq!(srun.local, Some(0));
             srun.on_this_host
         };
         assert_eq!(on("0", "2(x3),1"), Some(2));
