@@ -146,14 +146,15 @@ fn compared(row: &Row, facts: &Facts, q: Question) -> Result<Compared, String> {
             .map(|p| p.simulation.step_time.0)
             .map_err(|e| e.to_string())
     };
-    // What a row states was run, so its plan has all memory that it wants; the preset's is the same
-    // plan only if it has too.
-    let (mut of_row, mut of_preset) = (q.clone(), q);
-    of_preset.cluster = preset;
-    for q in [&mut of_row, &mut of_preset] {
-        q.cluster.device.memory_bytes = Bytes(1 << 60);
-    }
-    Ok(Some((time(&of_row)?, time(&of_preset)?)))
+    let of_row = time(&q)?;
+    // As a user plans, within the device's memory, where the plan fits there.
+    let mut own = q;
+    own.cluster = preset;
+    let of_preset = time(&own).or_else(|_| {
+        own.cluster.device.memory_bytes = Bytes(1 << 60);
+        time(&own)
+    });
+    Ok(Some((of_row, of_preset?)))
 }
 
 /// The preset of a row's device and links with as many of its network cards; a composition where
@@ -183,7 +184,17 @@ fn preset(row: &Row, facts: &Facts, cluster: &Cluster) -> Result<Option<Cluster>
         (name, cluster.n_hosts)
     });
     for (name, hosts) in named.chain(composed) {
-        let found = presets::load(&name, hosts).map_err(|e| e.to_string())?;
+        let mut found = presets::load(&name, hosts).map_err(|e| e.to_string())?;
+        // Jobs use 64 devices of a domain of 72: which ones is the scheduler's business, no physics.
+        // A composition has no domain, so it is no machine of a row that has one.
+        let joined = cluster.levels[0].devices;
+        if found.levels[0].devices < joined {
+            continue;
+        }
+        if devices > joined && found.levels[0].devices > found.devices_per_host {
+            let levels = found.levels.iter_mut().zip(&cluster.levels);
+            levels.for_each(|(own, of_row)| own.devices = of_row.devices);
+        }
         let port = |l: &Level| l.bandwidth_bytes_per_s / f64::from(l.devices_per_port);
         let same = |(a, b): (&Level, &Level)| (port(a) / port(b) - 1.0).abs() < 1e-9;
         // Software may multiply f32 in another type.

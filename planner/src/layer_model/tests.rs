@@ -1,5 +1,5 @@
 use super::*;
-use crate::groups::Index;
+use crate::groups::{Chains, Index};
 use crate::pins::{AxisRole, Pins};
 use crate::prices::Buckets;
 use crate::stage::{PricedMesh, Sequences};
@@ -65,15 +65,25 @@ impl Scene {
                 size,
             })
             .collect();
+        let mesh = LogicalMesh::new(devices, axes).unwrap();
+        Scene::made((training, train), cluster_without_tiles(), mesh)
+    }
+
+    /// The scene of a training graph on a mesh whose axes are free, without pins.
+    fn made(
+        (training, train): (TrainingGraph, TrainSpec),
+        cluster: Cluster,
+        mesh: LogicalMesh,
+    ) -> Scene {
         Scene {
             layers: crate::layers::find_layers(&training, &|_| None),
             saved: vec![true; training.graph.values().len()],
             buckets: Buckets::new(&training),
             of_parameters: crate::pins::whole::made_of_parameters(&training.graph),
             index: Index::new(&training),
-            roles: vec![AxisRole::Free; axes.len()],
-            mesh: LogicalMesh::new(devices, axes).unwrap(),
-            cluster: cluster_without_tiles(),
+            roles: vec![AxisRole::Free; mesh.axes.len()],
+            mesh,
+            cluster,
             pins: Pins::default(),
             training,
             train,
@@ -82,19 +92,8 @@ impl Scene {
 
     /// The same with another training graph of the model.
     fn of(&self, training: TrainingGraph) -> Scene {
-        Scene {
-            layers: crate::layers::find_layers(&training, &|_| None),
-            saved: vec![true; training.graph.values().len()],
-            buckets: Buckets::new(&training),
-            of_parameters: crate::pins::whole::made_of_parameters(&training.graph),
-            index: Index::new(&training),
-            roles: self.roles.clone(),
-            mesh: self.mesh.clone(),
-            cluster: self.cluster.clone(),
-            pins: self.pins.clone(),
-            training,
-            train: self.train.clone(),
-        }
+        let cluster = self.cluster.clone();
+        Scene::made((training, self.train.clone()), cluster, self.mesh.clone())
     }
 
     fn setting(&self, batch: u64) -> Setting<'_> {
@@ -199,9 +198,15 @@ fn facts_of_a_mesh_hold_for_every_microbatch_and_variant() {
             MeshFacts::new(Prices::new(s.cluster, s.mesh, s.buckets), s.roles)
         }
         let mut shared = fresh(&scene.setting(8));
-        for scene in [&scene, &twins] {
+        // Calls join sums of gradients to products, as the first graph has them.
+        let first = Chains::new(&scene.training);
+        let of_twins = Chains::of_variant(&twins.training, (&scene.training, &first));
+        for (scene, chains) in [(&scene, &first), (&twins, &of_twins)] {
             for batch in [8, 4, 1] {
-                let s = scene.setting(batch);
+                let s = Setting {
+                    chains: Some(chains),
+                    ..scene.setting(batch)
+                };
                 for &layer in &scene.layers.first {
                     let model = |facts: &mut MeshFacts<'_>| {
                         LayerModel::new(&s, &scene.layers, layer, facts).unwrap()
