@@ -170,11 +170,13 @@ impl Journal {
         interrupts.making(|made| {
             let path = folder.join(NAME);
             // That of a run that is done comes back where this one comes to nothing.
-            made.extend(match std::fs::read(&path) {
-                Ok(before) => Some(Made::Replaced(path, before)),
-                Err(e) if e.kind() == std::io::ErrorKind::NotFound => Some(Made::File(path)),
-                // One that cannot be read is not ours to remove.
-                Err(_) => None,
+            made.push(match std::fs::read(&path) {
+                Ok(before) => Made::Replaced(path, before),
+                Err(e) if e.kind() == std::io::ErrorKind::NotFound => Made::File(path),
+                Err(e) => {
+                    let what = format!("{}: {e}", path.display());
+                    return Err(Failure::new(Exit::BadInput, what));
+                }
             });
             runtime::checkpoint::forget(folder);
             journal.write(folder)
