@@ -76,7 +76,7 @@ def main() -> None:
     own.write_weights(model, weights)
     tokens = torch.randint(s.vocabulary, (args.batch * s.sequence * (args.steps + 1) + 1,))
     own.write_tokens(tokens, folder / "tokens.bin")
-    path = own.plan(folder, s, args.batch, "f32", "cpu-default", "data=1")
+    path = own.plan(folder, s, args.batch, "f32", "cpu-default", ranks=1)
     times: dict[str, list[list[float]]] = {"meshwright": [], "pytorch": []}
     losses = {}
     for turn in range(args.turns):

@@ -122,10 +122,16 @@ def write_tokens(tokens: torch.Tensor, path: Path) -> None:
     path.write_bytes(struct.pack("<256i", *header) + flat.numpy().tobytes())
 
 
-def plan(folder: Path, s: Shape, batch: int, precision: str, where: str, *pins: str) -> Path:
-    """Compiles a plan for training as the other scripts do: AdamW, gradients clipped at 1."""
+def plan(folder: Path, s: Shape, batch: int, precision: str, where: str, *pins: str,
+         ranks: int | None = None) -> Path:
+    """Compiles a plan for training as the other scripts do: AdamW, gradients clipped at 1.
+
+    `ranks` is the number of CPU ranks, for clusters whose ranks share one machine's processors.
+    """
     path = folder / f"plan-{precision}-{'-'.join(pins).replace('=', '') or 'free'}.json"
     pinned = [a for pin in pins for a in ("--pin", pin)]
+    if ranks is not None:
+        pinned += ["--ranks", ranks]
     verb("compile", folder, "--cluster", where, "--global-batch", batch, "--sequence", s.sequence,
          "--precision", precision, "--dropout", 0, "--clip-norm", 1, "--weight-decay", 0.1,
          "--beta1", 0.9, "--beta2", 0.999, "-o", path, *pinned)

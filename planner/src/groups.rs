@@ -59,6 +59,9 @@ pub(crate) struct Setting<'a> {
     pub index: &'a Index,
     /// Ops that are one call with a product; none where each is priced by itself.
     pub chains: Option<&'a Chains>,
+    /// Whether what moves gradients of activations counts among what may hide
+    /// ([`Assumed`](crate::layer_model::Assumed)).
+    pub gradients_hide: bool,
 }
 
 /// A decision group.

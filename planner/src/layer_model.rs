@@ -71,8 +71,8 @@ struct PricedLink {
 #[derive(Clone, Copy)]
 struct LinkCell {
     time: Phases,
-    /// The part of it that moves parameters and their gradients in the microbatches, which a
-    /// program may hide behind computing.
+    /// The part of it that a program may hide behind computing: it moves parameters and their
+    /// gradients in the microbatches, and where the setting says so gradients of activations.
     hideable: Phases,
     /// ZeRO levels that they keep to.
     levels: ZeroLevels,
@@ -183,6 +183,9 @@ pub(crate) struct Assumed {
     /// The share of what moves in the microbatches that hides behind computing. Only the simulator
     /// knows how much does; the objective charges all.
     pub hidden: f64,
+    /// Whether that share is of the traffic of activations' gradients too, not only of parameters
+    /// and their gradients: it runs while the gradients of weights are computed.
+    pub gradients: bool,
     /// How many times more than there are microbatches the time of one counts: a pipeline of equal
     /// stages fills and drains once.
     pub fill: u32,
@@ -191,6 +194,11 @@ pub(crate) struct Assumed {
 /// The largest share of the traffic that is assumed to hide. It is no more than a way to find plans
 /// that are then simulated: less than all, so that of two the one that moves less is taken.
 pub(crate) const MOST_HIDDEN: f64 = 0.95;
+/// The share where the traffic of activations' gradients counts too. By the simulator, of tensor
+/// parallelism over 8 H100s in one host half of the all-reduces of the backward pass hides, and of
+/// all-gathers and reduce-scatters between its matmuls 54 and 65%; more is assumed, as what was
+/// chosen without is simulated already.
+pub(crate) const GRADIENTS_HIDDEN: f64 = 0.8;
 
 impl Assumed {
     /// A cost as it counts where `hideable` of its time may hide.
@@ -816,6 +824,12 @@ fn moves_parameter(s: &Setting<'_>, u: &Use) -> bool {
     sums || is_gathered(s, u)
 }
 
+/// Whether it moves what is not made of parameters in the backward pass.
+fn moves_gradient(s: &Setting<'_>, u: &Use) -> bool {
+    let op = s.training.graph.op(u.op);
+    op.region == Region::Microbatch && !matches!(op.pass, Pass::F | Pass::Update)
+}
+
 /// The price of a layout change, none where there is no way or a pin of the ZeRO level allows
 /// none, and the levels that it keeps to. `numbers` are those of the specs.
 fn price_use(
@@ -997,7 +1011,7 @@ fn price_between(
                 });
                 cell = cell.zip(price).map(|(mut cell, p)| {
                     cell.time.add(s.training.graph.op(u.op), p);
-                    if moves_parameter(s, u) {
+                    if moves_parameter(s, u) || s.gradients_hide && moves_gradient(s, u) {
                         let hideable_s = (p - shown_s).max(0.0);
                         cell.hideable.add(s.training.graph.op(u.op), hideable_s);
                     }

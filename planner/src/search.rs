@@ -380,6 +380,7 @@ impl<'a> Search<'a> {
             of_parameters: &variant.of_parameters,
             index: &variant.index,
             chains: makes_calls.then_some(&variant.chains),
+            gradients_hide: false,
         }
     }
 }

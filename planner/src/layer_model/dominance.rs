@@ -25,6 +25,7 @@ use std::cell::OnceCell;
 const HIDING: Assumed = Assumed {
     level: None,
     hidden: MOST_HIDDEN,
+    gradients: false,
     fill: 0,
 };
 

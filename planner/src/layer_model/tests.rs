@@ -110,6 +110,7 @@ impl Scene {
             of_parameters: &self.of_parameters,
             index: &self.index,
             chains: None,
+            gradients_hide: false,
         }
     }
 }

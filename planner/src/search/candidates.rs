@@ -121,7 +121,7 @@ impl<'a> Search<'a> {
         m: u32,
         reserve: u64,
     ) -> Result<Candidate, ModelError> {
-        let models = self.kept_models(index, shape, batch)?;
+        let models = self.kept_models(index, shape, batch, false)?;
         let assumed = Assumed::default();
         self.candidate_of(models, (index, shape), batch, m, reserve, assumed)
     }
@@ -137,7 +137,7 @@ impl<'a> Search<'a> {
         reserve: u64,
         assumed: Assumed,
     ) -> Result<Candidate, ModelError> {
-        let models = self.kept_models(index, shape, batch)?;
+        let models = self.kept_models(index, shape, batch, assumed.gradients)?;
         self.candidate_of(models, (index, shape), batch, m, reserve, assumed)
     }
 

@@ -11,7 +11,7 @@ use super::simple::Likeness;
 use super::{Pipeline, Search, Shape, no_strategy, refer, scale, weigh_all};
 use crate::PlanError;
 use crate::assemble::{ChosenLayer, ChosenStage, add_stage};
-use crate::groups::Phases;
+use crate::groups::{Phases, Setting};
 use crate::inter_op::{PipelineChoice, PipelineCost, StageChoice};
 use crate::interleave::{Meshes, cost_of_times};
 use crate::layer_model::{Assumed, LayerCost, LayerModel, ModelError, Weights};
@@ -30,14 +30,17 @@ type Question = (Rungs, Vec<usize>, Option<(u64, u64)>);
 
 /// The layer models of a shape for one microbatch size.
 pub(super) struct ShapeModels {
+    /// See [`Assumed::gradients`].
+    gradients: bool,
     /// With as little recomputed as may be.
     pub(super) first: Vec<LayerModel>,
     /// Under the other choices of what is recomputed, once asked for.
     pub(super) others: OnceLock<Result<Models, ModelError>>,
 }
 
-/// The models of what is looked at again, by microbatch size and number of the shape.
-pub(super) type Kept = BTreeMap<(u64, usize), Arc<OnceLock<MadeModels>>>;
+/// The models of what is looked at again, by microbatch size, number of the shape and
+/// [`Assumed::gradients`].
+pub(super) type Kept = BTreeMap<(u64, usize, bool), Arc<OnceLock<MadeModels>>>;
 
 /// Models, or why there are none.
 type MadeModels = Result<Arc<ShapeModels>, ModelError>;
@@ -104,19 +107,25 @@ fn holds_for(one: &Question, other: &Question) -> bool {
 
 impl Search<'_> {
     /// The models of shape `index`, which are made once however often they are asked for.
-    pub(super) fn kept_models(&self, index: usize, shape: &Shape, batch: u64) -> MadeModels {
+    pub(super) fn kept_models(
+        &self,
+        index: usize,
+        shape: &Shape,
+        batch: u64,
+        gradients: bool,
+    ) -> MadeModels {
         let slot = {
             let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-            Arc::clone(kept.entry((batch, index)).or_default())
+            Arc::clone(kept.entry((batch, index, gradients)).or_default())
         };
-        let made = slot.get_or_init(|| self.made_models(shape, batch));
+        let made = slot.get_or_init(|| self.made_models(shape, batch, gradients));
         made.clone()
     }
 
     /// Forgets models, but for those of microbatch sizes and shapes that stay.
     pub(super) fn forget_models(&self, stays: impl Fn(u64, usize) -> bool) {
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        kept.retain(|&(batch, index), _| stays(batch, index));
+        kept.retain(|&(batch, index, _), _| stays(batch, index));
     }
 
     /// Forgets the models of a microbatch size for which these pipelines were found, but for those
@@ -136,9 +145,14 @@ impl Search<'_> {
     }
 
     /// The models of a shape, made anew.
-    fn made_models(&self, shape: &Shape, batch: u64) -> MadeModels {
+    fn made_models(&self, shape: &Shape, batch: u64, gradients: bool) -> MadeModels {
+        let setting = Setting {
+            gradients_hide: gradients,
+            ..self.setting(shape, batch)
+        };
         Ok(Arc::new(ShapeModels {
-            first: self.models(&self.setting(shape, batch))?,
+            gradients,
+            first: self.models(&setting)?,
             others: OnceLock::new(),
         }))
     }
@@ -150,7 +164,13 @@ impl Search<'_> {
         shape: &Shape,
         batch: u64,
     ) -> Result<&'m Models, ModelError> {
-        let made = || self.other_models(&self.settings(shape, batch));
+        let made = || {
+            let mut settings = self.settings(shape, batch);
+            for setting in &mut settings {
+                setting.gradients_hide = models.gradients;
+            }
+            self.other_models(&settings)
+        };
         models
             .others
             .get_or_init(made)
@@ -198,7 +218,9 @@ impl Search<'_> {
             let shape = shapes
                 .get(c)
                 .ok_or_else(|| PlanError::Defect("a chosen shape is gone".into()))?;
-            let kept = self.kept_models(c, shape, p.batch).map_err(no_strategy)?;
+            let kept = self
+                .kept_models(c, shape, p.batch, p.assumed.gradients)
+                .map_err(no_strategy)?;
             models.insert(c, kept);
         }
         let mut of_shapes: BTreeMap<usize, OfShape<'_>> = BTreeMap::new();

@@ -180,7 +180,7 @@ impl Search<'_> {
         let own = shapes.filter(|(_, s)| s.submesh == whole && s.is_wide == over.is_wide);
         let own: Vec<(usize, Shape)> = own.collect();
         let made = own.par_iter().flat_map_iter(|(index, shape)| {
-            let Ok(models) = self.kept_models(*index, shape, batch) else {
+            let Ok(models) = self.kept_models(*index, shape, batch, false) else {
                 return Vec::new();
             };
             let at = |(hidden, least): (f64, f64)| -> Option<(Pipeline, Beside)> {
@@ -189,6 +189,7 @@ impl Search<'_> {
                     Assumed {
                         level,
                         hidden,
+                        gradients: false,
                         fill: 0,
                     },
                 );

@@ -32,7 +32,9 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::gemm::{Store, View, gemm};
+use super::special::exp_f32;
 use super::summation::{dot, sum};
+use super::wide::widest;
 
 /// Query rows in a block: one row block of the product kernels.
 pub const BLOCK: usize = 64;
@@ -440,17 +442,28 @@ impl Head {
             return;
         }
         if attention.slopes.is_none() {
-            p.iter_mut().for_each(|p| *p = (*p * scale - lse).exp());
+            widest(
+                #[inline(always)]
+                || (p.iter_mut()).for_each(|p| *p = exp_f32(*p * scale - lse)),
+            );
         } else {
             p.iter_mut().for_each(|p| *p *= scale);
             self.tilt(attention, block, i, p);
-            p.iter_mut().for_each(|p| *p = (*p - lse).exp());
+            widest(
+                #[inline(always)]
+                || p.iter_mut().for_each(|p| *p = exp_f32(*p - lse)),
+            );
         }
         // Apart, so that the common loops without dropout vectorise.
         let Some(dropout) = attention.dropout else {
-            for (p, ds) in p.iter().zip(ds) {
-                *ds = p * (*ds - delta) * scale;
-            }
+            widest(
+                #[inline(always)]
+                || {
+                    for (p, ds) in p.iter().zip(ds) {
+                        *ds = p * (*ds - delta) * scale;
+                    }
+                },
+            );
             return;
         };
         for (j, (p, ds)) in p.iter_mut().zip(ds).enumerate() {
@@ -627,13 +640,16 @@ fn scale(row: &mut [f32], scale: f32, cap: Option<f32>) {
     }
 }
 
-/// Turns scores into `exp(s - max)`; of no scores the sum is 0 and its inverse taken as 0. The
-/// exponential is the library's in `f32`: measured, twice as fast as `special::exp`,
-/// whose equal bits on all machines the products give away anyhow.
+/// Turns scores into `exp(s - max)`; of no scores the sum is 0 and its inverse taken as 0.
 fn soften(row: &mut [f32]) -> Sum {
-    let max = maximum(row);
-    row.iter_mut().for_each(|s| *s = (*s - max).exp());
-    let total = sum(row);
+    let (max, total) = widest(
+        #[inline(always)]
+        || {
+            let max = maximum(row);
+            row.iter_mut().for_each(|s| *s = exp_f32(*s - max));
+            (max, sum(row))
+        },
+    );
     if row.is_empty() {
         return Sum {
             lse: f32::NEG_INFINITY,
@@ -647,6 +663,7 @@ fn soften(row: &mut [f32]) -> Sum {
 }
 
 /// The largest element, NaN left out; in lanes, as one chain of maxima is slow.
+#[inline(always)]
 fn maximum(row: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; 16];
     for chunk in row.chunks(lanes.len()) {

@@ -5,6 +5,11 @@
 //! and rounded once. A NaN operand gives NaN, so that bad values reach the norm check.
 
 use super::special::{exp, logistic, normal, tanh};
+use super::wide::widest;
+
+/// Elements that are copied at a time where a result takes the place of an operand: few enough to
+/// stay in the first cache.
+const BLOCK: usize = 1024;
 
 /// Functions of one operand.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -55,6 +60,24 @@ pub enum Binary {
 /// # Panics
 /// If the lengths differ.
 pub fn unary(f: Unary, x: &[f32], out: &mut [f32]) {
+    widest(
+        #[inline(always)]
+        || unary_loops(f, x, out),
+    );
+}
+
+/// `x[i] = f(x[i])`, in place.
+pub fn unary_over(f: Unary, x: &mut [f32]) {
+    let mut block = [0.0; BLOCK];
+    for out in x.chunks_mut(BLOCK) {
+        let x = &mut block[..out.len()];
+        x.copy_from_slice(out);
+        unary(f, x, out);
+    }
+}
+
+#[inline(always)]
+fn unary_loops(f: Unary, x: &[f32], out: &mut [f32]) {
     match f {
         Unary::Neg => map(x, out, |x| -x),
         Unary::Scale(by) => {
@@ -79,6 +102,37 @@ pub fn unary(f: Unary, x: &[f32], out: &mut [f32]) {
 /// # Panics
 /// If `out` is not as long as `a`, or `a` not a multiple of `b`.
 pub fn binary(f: Binary, a: &[f32], b: &[f32], out: &mut [f32]) {
+    widest(
+        #[inline(always)]
+        || binary_loops(f, a, b, out),
+    );
+}
+
+/// [`binary`] whose result takes the place of an operand: of the one that is absent, or of both.
+///
+/// # Panics
+/// As [`binary`], and if `b` is absent and `a` not as long as `out`.
+pub fn binary_over(f: Binary, a: Option<&[f32]>, b: Option<&[f32]>, out: &mut [f32]) {
+    if let Some(a) = a {
+        assert_eq!(a.len(), out.len(), "operand and result have one length");
+    }
+    // Where `b` repeats, every block begins where it does.
+    let total = out.len();
+    let repeated = b.filter(|b| b.len() != total);
+    let n = BLOCK.next_multiple_of(repeated.map_or(1, |b| b.len().max(1)));
+    let mut block = vec![0.0; n.min(total)];
+    for (i, out) in out.chunks_mut(n).enumerate() {
+        let old = &mut block[..out.len()];
+        old.copy_from_slice(out);
+        let (old, at) = (&*old, i * n..i * n + out.len());
+        let a = a.map_or(old, |a| &a[at.clone()]);
+        let b = repeated.unwrap_or_else(|| b.map_or(old, |b| &b[at]));
+        binary(f, a, b, out);
+    }
+}
+
+#[inline(always)]
+fn binary_loops(f: Binary, a: &[f32], b: &[f32], out: &mut [f32]) {
     match f {
         Binary::Add => zip(a, b, out, |a, b| a + b),
         Binary::Sub => zip(a, b, out, |a, b| a - b),
@@ -123,9 +177,10 @@ pub fn scale_rows(x: &[f32], scales: &[f32], out: &mut [f32]) {
 /// If the lengths differ.
 pub fn accumulate(acc: &mut [f32], x: &[f32]) {
     assert_eq!(acc.len(), x.len(), "accumulator and addend have one length");
-    for (acc, &x) in acc.iter_mut().zip(x) {
-        *acc += x;
-    }
+    widest(
+        #[inline(always)]
+        || acc.iter_mut().zip(x).for_each(|(acc, &x)| *acc += x),
+    );
 }
 
 /// Dropout: `out[i]` is zero with probability `p` and `x[i] / (1 - p)` otherwise.
@@ -214,7 +269,7 @@ fn zip_f64(a: &[f32], b: &[f32], out: &mut [f32], f: impl Fn(f64, f64) -> f64) {
 #[cfg(test)]
 mod tests {
     use super::super::differences::numeric_gradient;
-    use super::super::testing::{assert_close, elements, random, reference, tensor};
+    use super::super::testing::{assert_close, bits, elements, random, reference, tensor};
     use super::*;
 
     fn apply(f: Unary, x: &[f32]) -> Vec<f32> {
@@ -250,6 +305,34 @@ mod tests {
                     op,
                 );
             }
+        }
+    }
+
+    /// Lengths on both sides of a block's, with operands that repeat at lengths that do and do not
+    /// divide it.
+    #[test]
+    fn results_over_operands_have_the_bits_of_results_beside_them() {
+        for n in [0, 1, 7, BLOCK, 3 * BLOCK + 6] {
+            let (a, b) = (random(2, n), random(3, n));
+            let mut over = a.clone();
+            unary_over(Unary::GeluTanh, &mut over);
+            assert_eq!(bits(&over), bits(&apply(Unary::GeluTanh, &a)));
+            let f = Binary::SiluGrad;
+            let mut over = a.clone();
+            binary_over(f, None, Some(&b), &mut over);
+            assert_eq!(bits(&over), bits(&apply2(f, &a, &b)));
+            let mut over = b.clone();
+            binary_over(f, Some(&a), None, &mut over);
+            assert_eq!(bits(&over), bits(&apply2(f, &a, &b)));
+            let mut over = a.clone();
+            binary_over(f, None, None, &mut over);
+            assert_eq!(bits(&over), bits(&apply2(f, &a, &a)));
+        }
+        for (rows, width) in [(5, 1), (700, 3), (3, BLOCK), (2, BLOCK + 9)] {
+            let (a, b) = (random(4, rows * width), random(5, width));
+            let mut over = a.clone();
+            binary_over(Binary::Sub, None, Some(&b), &mut over);
+            assert_eq!(bits(&over), bits(&apply2(Binary::Sub, &a, &b)));
         }
     }
 

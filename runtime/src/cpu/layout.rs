@@ -9,6 +9,7 @@
 //! that view; only transposes and blocks need all dims.
 
 use super::summation;
+use super::wide::widest;
 
 /// Sums over the dims in `reduced` (ascending), which disappear: `(x[dims]) -> out`.
 ///
@@ -18,9 +19,14 @@ use super::summation;
 /// If `reduced` is not ascending or names no dim, or the slices do not have these shapes.
 pub fn reduce_sum(x: &[f32], dims: &[usize], reduced: &[usize], out: &mut [f32]) {
     let mut acc = vec![0.0f64; out.len()];
-    for_each_run(x, dims, reduced, out.len(), |run, at| match run {
-        Run::Reduced(run) => acc[at] += summation::sum(run),
-        Run::Kept(run) => summation::add_to(&mut acc[at..at + run.len()], run),
+    for_each_run(x, dims, reduced, out.len(), |run, at| {
+        widest(
+            #[inline(always)]
+            || match run {
+                Run::Reduced(run) => acc[at] += summation::sum(run),
+                Run::Kept(run) => summation::add_to(&mut acc[at..at + run.len()], run),
+            },
+        );
     });
     summation::round_to(&acc, out);
 }

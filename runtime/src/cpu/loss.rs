@@ -13,6 +13,7 @@
 
 use super::special::exp;
 use super::summation;
+use super::wide::widest;
 
 /// `log(sum(exp(logits[r, c])))` over the first `valid` columns: `(logits[rows, width]) ->
 /// out[rows]`, negative infinity when there are none.
@@ -22,9 +23,14 @@ use super::summation;
 pub fn log_sum_exp(logits: &[f32], rows: usize, width: usize, valid: usize, out: &mut [f32]) {
     check_logits(logits, rows, width, valid);
     assert_eq!(out.len(), rows, "one result per row");
-    for (row, out) in out.iter_mut().enumerate() {
-        *out = log_sum_exp_of(&logits[row * width..][..valid]);
-    }
+    widest(
+        #[inline(always)]
+        || {
+            for (row, out) in out.iter_mut().enumerate() {
+                *out = log_sum_exp_of(&logits[row * width..][..valid]);
+            }
+        },
+    );
 }
 
 /// `log(sum(exp(part[i])))` over the parts, elementwise: the [`log_sum_exp`] of a row from those
@@ -108,25 +114,71 @@ pub fn cross_entropy_grad(
             out.fill(0.0);
             continue;
         }
-        let (out, padding) = out.split_at_mut(valid);
         let logits = &logits[row * width..][..valid];
-        let (lse, dnll) = (f64::from(lse[row]), f64::from(dnll[row]));
-        for (out, &logit) in out.iter_mut().zip(logits) {
-            *out = (exp(f64::from(logit) - lse) * dnll) as f32;
-        }
-        if let Some(column) = column_of(label, vocab_offset, valid) {
-            out[column] = ((exp(f64::from(logits[column]) - lse) - 1.0) * dnll) as f32;
-        }
-        padding.fill(0.0);
+        let column = column_of(label, vocab_offset, valid);
+        gradient_row(logits, (lse[row], dnll[row]), column, out);
     }
+}
+
+/// [`cross_entropy_grad`] whose result takes the place of the logits.
+///
+/// # Panics
+/// As [`cross_entropy_grad`].
+pub fn cross_entropy_grad_over(
+    logits: &mut [f32],
+    lse: &[f32],
+    labels: &[i32],
+    dnll: &[f32],
+    width: usize,
+    vocab_offset: usize,
+    valid: usize,
+) {
+    check_logits(logits, labels.len(), width, valid);
+    let mut old = vec![0.0; width];
+    for (row, logits) in logits.chunks_mut(width.max(1)).enumerate() {
+        old.copy_from_slice(logits);
+        let of = row..row + 1;
+        cross_entropy_grad(
+            &old,
+            &lse[of.clone()],
+            &labels[of.clone()],
+            &dnll[of],
+            width,
+            vocab_offset,
+            valid,
+            logits,
+        );
+    }
+}
+
+/// The gradient of one row. `column` is that of its label.
+fn gradient_row(logits: &[f32], (lse, dnll): (f32, f32), column: Option<usize>, out: &mut [f32]) {
+    let (out, padding) = out.split_at_mut(logits.len());
+    let (lse, dnll) = (f64::from(lse), f64::from(dnll));
+    widest(
+        #[inline(always)]
+        || {
+            for (out, &logit) in out.iter_mut().zip(logits) {
+                *out = (exp(f64::from(logit) - lse) * dnll) as f32;
+            }
+        },
+    );
+    if let Some(column) = column {
+        out[column] = ((exp(f64::from(logits[column]) - lse) - 1.0) * dnll) as f32;
+    }
+    padding.fill(0.0);
 }
 
 /// Sum of the squares of all elements, in `f64`.
 pub fn sum_squares(x: &[f32]) -> f64 {
-    summation::dot(x, x)
+    widest(
+        #[inline(always)]
+        || summation::dot(x, x),
+    )
 }
 
 /// Negative infinity for no terms; NaN if any is.
+#[inline(always)]
 fn log_sum_exp_of(terms: &[f32]) -> f32 {
     let largest = terms.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     if largest.is_infinite() {
@@ -181,6 +233,20 @@ mod tests {
         let lse = lse_of(logits, width, width);
         cross_entropy_grad(logits, &lse, labels, dnll, width, 0, width, &mut out);
         out
+    }
+
+    #[test]
+    fn a_gradient_over_the_logits_has_the_bits_of_one_beside_them() {
+        let (labels, width, valid) = ([3, -1, 11, 0], 7, 5);
+        let mut logits = random(1, labels.len() * width);
+        // A row whose label is ignored is zero, whatever it held.
+        logits[width] = f32::NAN;
+        let (lse, dnll) = (lse_of(&logits, width, valid), random(2, labels.len()));
+        let mut beside = vec![f32::NAN; logits.len()];
+        cross_entropy_grad(&logits, &lse, &labels, &dnll, width, 3, valid, &mut beside);
+        cross_entropy_grad_over(&mut logits, &lse, &labels, &dnll, width, 3, valid);
+        assert_eq!(bits(&logits), bits(&beside));
+        assert!(beside[0] != 0.0 && beside[width..2 * width].iter().all(|&g| g == 0.0));
     }
 
     #[test]

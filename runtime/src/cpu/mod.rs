@@ -32,6 +32,7 @@ pub mod state_space;
 
 mod special;
 mod summation;
+mod wide;
 
 #[cfg(test)]
 mod differences;

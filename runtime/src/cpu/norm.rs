@@ -13,6 +13,7 @@
 //! ```
 
 use super::summation;
+use super::wide::widest;
 
 /// Layer normalisation (Ba, Kiros & Hinton 2016):
 /// `(x[rows, width], gamma[width], beta[width]) -> (y[rows, width], mean[rows], rstd[rows])`
@@ -33,15 +34,20 @@ pub fn layer_norm(
     let width = check_width(gamma, [x.len(), y.len()], [mean.len(), rstd.len()]);
     assert_eq!(beta.len(), width, "beta is like gamma");
     let rows = x.chunks_exact(width).zip(y.chunks_exact_mut(width));
-    for ((x, y), (mean, rstd)) in rows.zip(mean.iter_mut().zip(rstd)) {
-        let m = summation::sum(x) / width as f64;
-        let variance = summation::sum_by(x, |x| (x - m) * (x - m)) / width as f64;
-        let r = 1.0 / (variance + eps).sqrt();
-        for (((y, &x), &gamma), &beta) in y.iter_mut().zip(x).zip(gamma).zip(beta) {
-            *y = ((f64::from(x) - m) * r * f64::from(gamma) + f64::from(beta)) as f32;
-        }
-        (*mean, *rstd) = (m as f32, r as f32);
-    }
+    widest(
+        #[inline(always)]
+        || {
+            for ((x, y), (mean, rstd)) in rows.zip(mean.iter_mut().zip(rstd)) {
+                let m = summation::sum(x) / width as f64;
+                let variance = summation::sum_by(x, |x| (x - m) * (x - m)) / width as f64;
+                let r = 1.0 / (variance + eps).sqrt();
+                for (((y, &x), &gamma), &beta) in y.iter_mut().zip(x).zip(gamma).zip(beta) {
+                    *y = ((f64::from(x) - m) * r * f64::from(gamma) + f64::from(beta)) as f32;
+                }
+                (*mean, *rstd) = (m as f32, r as f32);
+            }
+        },
+    );
 }
 
 /// Input gradient of [`layer_norm`]:
@@ -63,11 +69,16 @@ pub fn layer_norm_grad_input(
         .chunks_exact(width)
         .zip(x.chunks_exact(width))
         .zip(dx.chunks_exact_mut(width));
-    for (((dy, x), dx), (&mean, &rstd)) in rows.zip(mean.iter().zip(rstd)) {
-        let (mean, rstd) = (f64::from(mean), f64::from(rstd));
-        let avg_g = summation::dot(dy, gamma) / width as f64;
-        grad_input_row(dy, x, gamma, mean, rstd, avg_g, dx);
-    }
+    widest(
+        #[inline(always)]
+        || {
+            for (((dy, x), dx), (&mean, &rstd)) in rows.zip(mean.iter().zip(rstd)) {
+                let (mean, rstd) = (f64::from(mean), f64::from(rstd));
+                let avg_g = summation::dot(dy, gamma) / width as f64;
+                grad_input_row(dy, x, gamma, mean, rstd, avg_g, dx);
+            }
+        },
+    );
 }
 
 /// Weight gradients of [`layer_norm`]:
@@ -92,8 +103,13 @@ pub fn layer_norm_grad_weight(
     }
     summation::round_to(&sums, dgamma);
     sums.fill(0.0);
-    dy.chunks_exact(width)
-        .for_each(|dy| summation::add_to(&mut sums, dy));
+    widest(
+        #[inline(always)]
+        || {
+            dy.chunks_exact(width)
+                .for_each(|dy| summation::add_to(&mut sums, dy));
+        },
+    );
     summation::round_to(&sums, dbeta);
 }
 
@@ -105,17 +121,22 @@ pub fn layer_norm_grad_weight(
 /// If the slices do not have these shapes or `width` is zero.
 pub fn rms_norm(x: &[f32], gamma: &[f32], eps: f64, y: &mut [f32], rstd: &mut [f32]) {
     let width = check_width(gamma, [x.len(), y.len()], [rstd.len(); 2]);
-    for ((x, y), rstd) in x
-        .chunks_exact(width)
-        .zip(y.chunks_exact_mut(width))
-        .zip(rstd)
-    {
-        let r = 1.0 / (summation::dot(x, x) / width as f64 + eps).sqrt();
-        for ((y, &x), &gamma) in y.iter_mut().zip(x).zip(gamma) {
-            *y = (f64::from(x) * r * f64::from(gamma)) as f32;
-        }
-        *rstd = r as f32;
-    }
+    widest(
+        #[inline(always)]
+        || {
+            for ((x, y), rstd) in x
+                .chunks_exact(width)
+                .zip(y.chunks_exact_mut(width))
+                .zip(rstd)
+            {
+                let r = 1.0 / (summation::dot(x, x) / width as f64 + eps).sqrt();
+                for ((y, &x), &gamma) in y.iter_mut().zip(x).zip(gamma) {
+                    *y = (f64::from(x) * r * f64::from(gamma)) as f32;
+                }
+                *rstd = r as f32;
+            }
+        },
+    );
 }
 
 /// Input gradient of [`rms_norm`]:
@@ -130,9 +151,14 @@ pub fn rms_norm_grad_input(dy: &[f32], x: &[f32], gamma: &[f32], rstd: &[f32], d
         .chunks_exact(width)
         .zip(x.chunks_exact(width))
         .zip(dx.chunks_exact_mut(width));
-    for (((dy, x), dx), &rstd) in rows.zip(rstd) {
-        grad_input_row(dy, x, gamma, 0.0, f64::from(rstd), 0.0, dx);
-    }
+    widest(
+        #[inline(always)]
+        || {
+            for (((dy, x), dx), &rstd) in rows.zip(rstd) {
+                grad_input_row(dy, x, gamma, 0.0, f64::from(rstd), 0.0, dx);
+            }
+        },
+    );
 }
 
 /// Weight gradient of [`rms_norm`]:
@@ -151,6 +177,7 @@ pub fn rms_norm_grad_weight(dy: &[f32], x: &[f32], rstd: &[f32], dgamma: &mut [f
 }
 
 /// One row of `dx = rstd * (g - avg_g - xhat * avg(g * xhat))`.
+#[inline(always)]
 fn grad_input_row(
     dy: &[f32],
     x: &[f32],
@@ -172,9 +199,14 @@ fn grad_input_row(
 
 /// Adds one row's `dy * xhat` to the sums.
 fn add_weight_row(dy: &[f32], x: &[f32], mean: f64, rstd: f64, sums: &mut [f64]) {
-    for ((sum, &dy), &x) in sums.iter_mut().zip(dy).zip(x) {
-        *sum += f64::from(dy) * (f64::from(x) - mean) * rstd;
-    }
+    widest(
+        #[inline(always)]
+        || {
+            for ((sum, &dy), &x) in sums.iter_mut().zip(dy).zip(x) {
+                *sum += f64::from(dy) * (f64::from(x) - mean) * rstd;
+            }
+        },
+    );
 }
 
 /// The width, after checking `matrices` of `rows * width` and `columns` of `rows` elements.

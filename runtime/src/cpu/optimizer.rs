@@ -5,6 +5,8 @@
 //! (clipping, loss scale). A coefficient that is NaN or infinite says that the gradients are
 //! unusable: the step then changes nothing, here as on every other rank that got the coefficient.
 
+use super::wide::widest;
+
 /// One step of AdamW.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamWStep {
@@ -68,17 +70,22 @@ pub fn adamw(p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32], step: AdamW
     let root_bias2 = bias(step.beta2).sqrt() as f32;
     let step_size = (step.lr / bias(step.beta1)) as f32;
     let eps = step.eps as f32;
-    for (((p, &g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
-        let g = step.coefficient * g;
-        // `torch.lerp` starts from the nearer end.
-        *m = if weight1 < 0.5 {
-            *m + weight1 * (g - *m)
-        } else {
-            g - (g - *m) * beta1
-        };
-        *v = *v * beta2 + weight2 * g * g;
-        *p = *p * decay - step_size * *m / (v.sqrt() / root_bias2 + eps);
-    }
+    widest(
+        #[inline(always)]
+        || {
+            for (((p, &g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
+                let g = step.coefficient * g;
+                // `torch.lerp` starts from the nearer end.
+                *m = if weight1 < 0.5 {
+                    *m + weight1 * (g - *m)
+                } else {
+                    g - (g - *m) * beta1
+                };
+                *v = *v * beta2 + weight2 * g * g;
+                *p = *p * decay - step_size * *m / (v.sqrt() / root_bias2 + eps);
+            }
+        },
+    );
 }
 
 /// Updates the parameter `p` and its momentum buffer from the gradient `g`; all three have one
@@ -104,10 +111,15 @@ pub fn sgd(p: &mut [f32], g: &[f32], buffer: &mut [f32], step: SgdStep) {
     }
     let (lr, momentum) = (step.lr as f32, step.momentum as f32);
     let weight_decay = step.weight_decay as f32;
-    for ((p, &g), buffer) in p.iter_mut().zip(g).zip(buffer) {
-        *buffer = momentum * *buffer + (step.coefficient * g + weight_decay * *p);
-        *p -= lr * *buffer;
-    }
+    widest(
+        #[inline(always)]
+        || {
+            for ((p, &g), buffer) in p.iter_mut().zip(g).zip(buffer) {
+                *buffer = momentum * *buffer + (step.coefficient * g + weight_decay * *p);
+                *p -= lr * *buffer;
+            }
+        },
+    );
 }
 
 #[cfg(test)]

@@ -81,6 +81,35 @@ pub fn exp(x: f64) -> f64 {
     power + power * m1
 }
 
+/// `exp(x)` in `f32` arithmetic, twice as many at a time: relative error below 2e-7. Results below
+/// 2^-125 are zero, and infinite from 2^128 on.
+#[inline(always)]
+pub fn exp_f32(x: f32) -> f32 {
+    /// 1.5 * 2^23, as [`ROUNDING`].
+    const ROUNDING: f32 = 12_582_912.0;
+    /// `ln 2` in two parts. The first one has few bits, so that its multiples are exact.
+    const LN_2_PARTS: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
+    const TAYLOR: [f32; 7] = [
+        1.0,
+        1.0 / 2.0,
+        1.0 / 6.0,
+        1.0 / 24.0,
+        1.0 / 120.0,
+        1.0 / 720.0,
+        1.0 / 5040.0,
+    ];
+    const LEAST: f32 = -125.0 * std::f32::consts::LN_2;
+    let cut = x.clamp(LEAST, 89.0);
+    let rounded = cut * std::f32::consts::LOG2_E + ROUNDING;
+    let n = rounded - ROUNDING;
+    let r = (cut - n * LN_2_PARTS[0]) - n * LN_2_PARTS[1];
+    let m1 = r * TAYLOR.iter().rev().fold(0.0, |sum, &c| sum * r + c);
+    // Half the power, as 2^128 is no number.
+    let half = f32::from_bits(rounded.to_bits().wrapping_add(126) << 23);
+    let result = 2.0 * (half + half * m1);
+    if x < LEAST { 0.0 } else { result }
+}
+
 /// `tanh(x)`, relative error below 1e-13 also near zero.
 #[inline(always)]
 pub fn tanh(x: f64) -> f64 {
@@ -133,6 +162,22 @@ mod tests {
         (-20_000..=20_000)
             .map(move |i| to * (f64::from(i) / 20_000.0).powi(3))
             .filter(|x| *x != 0.0)
+    }
+
+    #[test]
+    fn exp_of_f32_is_accurate_and_ends_in_zero_and_infinity() {
+        for i in -86_000..88_700 {
+            let x = i as f32 * 1e-3 + 3e-4;
+            let expected = f64::from(x).exp();
+            assert!(
+                relative_error(f64::from(exp_f32(x)), expected) < 2e-7,
+                "{x}"
+            );
+        }
+        assert_eq!(exp_f32(0.0), 1.0);
+        assert_eq!([-87.0, -1e30, f32::NEG_INFINITY].map(exp_f32), [0.0; 3]);
+        assert_eq!([89.0, 1e30, f32::INFINITY].map(exp_f32), [f32::INFINITY; 3]);
+        assert!(exp_f32(f32::NAN).is_nan());
     }
 
     #[test]

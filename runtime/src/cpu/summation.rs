@@ -2,12 +2,14 @@
 //!
 //! Terms are added in `f64` and the caller rounds once, so that a sum's error does not grow with
 //! its length and splitting it over ranks or microbatches changes at most the last bit. The
-//! order of the additions is a function of the number of terms alone.
+//! order of the additions is a function of the number of terms alone. All are inlined, so that
+//! they have the vectors of the loop that they are in.
 
 /// Independent partial sums: hides the latency of the additions, and fills vector registers.
 const LANES: usize = 8;
 
 /// Sum of `term(x[i])` over all elements; zero when there are none.
+#[inline(always)]
 pub fn sum_by(x: &[f32], term: impl Fn(f64) -> f64) -> f64 {
     let mut lanes = [0.0; LANES];
     let (chunks, rest) = x.as_chunks::<LANES>();
@@ -23,6 +25,7 @@ pub fn sum_by(x: &[f32], term: impl Fn(f64) -> f64) -> f64 {
 }
 
 /// Sum of all elements; zero when there are none.
+#[inline(always)]
 pub fn sum(x: &[f32]) -> f64 {
     sum_by(x, |v| v)
 }
@@ -31,6 +34,7 @@ pub fn sum(x: &[f32]) -> f64 {
 ///
 /// # Panics
 /// If the lengths differ.
+#[inline(always)]
 pub fn dot(x: &[f32], y: &[f32]) -> f64 {
     assert_eq!(
         x.len(),
@@ -54,6 +58,7 @@ pub fn dot(x: &[f32], y: &[f32]) -> f64 {
 ///
 /// # Panics
 /// If the lengths differ.
+#[inline(always)]
 pub fn dot_centred(x: &[f32], y: &[f32], z: &[f32], centre: f64) -> f64 {
     assert_eq!(
         [x.len(), y.len()],
@@ -73,6 +78,7 @@ pub fn dot_centred(x: &[f32], y: &[f32], z: &[f32], centre: f64) -> f64 {
 ///
 /// # Panics
 /// If the lengths differ.
+#[inline(always)]
 pub fn add_to(acc: &mut [f64], x: &[f32]) {
     assert_eq!(acc.len(), x.len(), "accumulator and terms have one length");
     for (acc, &v) in acc.iter_mut().zip(x) {
@@ -84,6 +90,7 @@ pub fn add_to(acc: &mut [f64], x: &[f32]) {
 ///
 /// # Panics
 /// If the lengths differ.
+#[inline(always)]
 pub fn round_to(acc: &[f64], out: &mut [f32]) {
     assert_eq!(
         acc.len(),

@@ -342,15 +342,26 @@ fn ops_give_what_the_kernels_give<D: Device>(open: Open<'_, D>) {
         let mut values = numbers(local.elements());
         values[15..].fill(0.0);
         let bytes = stored(dtype, &values);
-        for op in &ops {
-            let n_inputs = match op {
-                OpKind::Binary { .. } => 2,
-                _ => 1,
-            };
+        let n_inputs = |op: &OpKind| match op {
+            OpKind::Binary { .. } => 2,
+            _ => 1,
+        };
+        // The result lies beside the operands, or over one of them.
+        let over = |op: &OpKind| {
+            (0..n_inputs(op))
+                .map(Some)
+                .chain([None])
+                .collect::<Vec<_>>()
+        };
+        for (op, over) in ops
+            .iter()
+            .flat_map(|op| over(op).into_iter().map(move |o| (op, o)))
+        {
+            let n_inputs = n_inputs(op);
             let mut device = open(4 * KIB, 0);
             let places: Vec<Place> = (0..n_inputs).map(|i| place(512 * i, bytes.len())).collect();
             places.iter().for_each(|&at| set(&mut device, at, &bytes));
-            let output = place(2048, bytes.len());
+            let output = over.map_or(place(2048, bytes.len()), |i: usize| places[i]);
             let tensor = |&at: &Place| Tensor { local: &local, at };
             let work = Work::Compute {
                 path: "a.test",
@@ -392,7 +403,7 @@ fn ops_give_what_the_kernels_give<D: Device>(open: Open<'_, D>) {
                 let most = rounding * (1.0 + b.abs());
                 assert!(
                     (a - b).abs() <= most,
-                    "{op:?} of {dtype:?}: element {i}: {a}, not {b}"
+                    "{op:?} of {dtype:?} over {over:?}: element {i}: {a}, not {b}"
                 );
             }
             assert!(

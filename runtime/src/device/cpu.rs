@@ -5,7 +5,7 @@ use super::{Device, Place, Space, Tensor, Work};
 use crate::arena::{Arena, Bytes, View};
 use crate::clock::{Elapsed, Moment};
 use crate::error::RuntimeError;
-use crate::execute::{Context, Operand, Output, collective, kernel, narrow};
+use crate::execute::{Context, Operand, Output, collective, finds_in_result, kernel, narrow};
 use ir::{OpKind, StreamId};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -123,7 +123,10 @@ impl Cpu {
                 if matches!(op, OpKind::Layout) && writes[0] == *range {
                     return Ok(0);
                 }
-                copies.insert(i, Bytes::copy_of(self.device.read(range.clone())));
+                let over = writes.len() == 1 && writes[0] == *range;
+                if !over || !finds_in_result(op, i, inputs[i].local.dtype) {
+                    copies.insert(i, Bytes::copy_of(self.device.read(range.clone())));
+                }
                 *range = 0..0;
             }
         }

@@ -64,7 +64,8 @@ pub struct Output<'a> {
 /// (recomputed attention has its source's).
 ///
 /// `Accumulate` adds to what its result's buffer holds; updates find the old value where the new
-/// one goes (`OpKind::in_place`). `GlobalNorm` takes scalars, or one vector of them. Returns the
+/// one goes (`OpKind::in_place`), and so do ops of which [`finds_in_result`] says so where the
+/// operand's data is empty. `GlobalNorm` takes scalars, or one vector of them. Returns the
 /// bytes of scratch memory that conversions took. Fails when numbers of operands or element types
 /// are not the op's; shapes that do not fit panic, as they do in the kernels.
 pub fn kernel(
@@ -91,6 +92,16 @@ pub fn kernel(
     Ok(scratch)
 }
 
+/// Whether the op can find this operand in its result's buffer, which it writes over: `f32` elements
+/// of ops for which `OpKind::may_overwrite` holds and that work on a few elements at a time.
+pub(crate) fn finds_in_result(op: &OpKind, operand: usize, dtype: DType) -> bool {
+    let in_blocks = matches!(
+        op,
+        OpKind::Unary { .. } | OpKind::Binary { .. } | OpKind::CrossEntropyGrad
+    );
+    in_blocks && op.may_overwrite(operand) && dtype == DType::F32
+}
+
 struct Call<'a> {
     op: &'a OpKind,
     path: &'a str,
@@ -115,7 +126,9 @@ impl Call<'_> {
                 self.op.arity()
             )));
         }
-        let unread = |i: usize| self.op.in_place().iter().any(|&(operand, _)| operand == i);
+        let unread = |i: usize| {
+            self.op.in_place().iter().any(|&(operand, _)| operand == i) || self.is_in_result(i)
+        };
         let operands = self
             .inputs
             .iter()
@@ -136,6 +149,12 @@ impl Call<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Whether the operand lies in the result's buffer.
+    fn is_in_result(&self, i: usize) -> bool {
+        let operand = &self.inputs[i];
+        operand.data.is_empty() && finds_in_result(self.op, i, operand.local.dtype)
     }
 
     /// Ops that move elements of any type unchanged; false when the op is not one of them.

@@ -42,7 +42,7 @@ pub use rank::{RankTimings, Timing};
 pub(crate) use script::validation;
 pub use session::{Session, SessionOptions, StateRequest, StateTensor, States, StepResult};
 
-pub(crate) use kernel::{expert_lengths, images, rope_scaling};
+pub(crate) use kernel::{expert_lengths, finds_in_result, images, rope_scaling};
 pub(crate) use load::{given, load};
 pub(crate) use rank::what;
 pub(crate) use session::check_batch;

@@ -45,9 +45,16 @@ impl Call<'_> {
         let threads = self.cx.threads;
         match self.op {
             OpKind::Cast { .. } => outs[0].copy_from_slice(&self.x(0)),
+            OpKind::Unary { f } if self.is_in_result(0) => {
+                elementwise::unary_over(unary(*f), outs[0]);
+            }
             OpKind::Unary { f } => elementwise::unary(unary(*f), &self.x(0), outs[0]),
+            OpKind::Binary { f } if self.is_in_result(0) || self.is_in_result(1) => {
+                let [a, b] = [0, 1].map(|i| (!self.is_in_result(i)).then(|| self.x(i)));
+                elementwise::binary_over(binary(*f), a.as_deref(), b.as_deref(), outs[0]);
+            }
             OpKind::Binary { f } => {
-                elementwise::binary(binary(*f), &self.x(0), &self.x(1), outs[0])
+                elementwise::binary(binary(*f), &self.x(0), &self.x(1), outs[0]);
             }
             OpKind::ScaleRows => elementwise::scale_rows(&self.x(0), &self.x(1), outs[0]),
             OpKind::ClampedSwiglu { alpha, limit } => {
@@ -225,6 +232,17 @@ impl Call<'_> {
             }
             (OpKind::CrossEntropy, [nll]) => {
                 loss::cross_entropy(&x(0), &x(1), self.ids(2)?, width, offset, valid, nll)
+            }
+            (OpKind::CrossEntropyGrad, [logits]) if self.is_in_result(0) => {
+                loss::cross_entropy_grad_over(
+                    logits,
+                    &x(1),
+                    self.ids(2)?,
+                    &x(3),
+                    width,
+                    offset,
+                    valid,
+                );
             }
             (OpKind::CrossEntropyGrad, [dlogits]) => loss::cross_entropy_grad(
                 &x(0),
