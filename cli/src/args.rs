@@ -155,8 +155,8 @@ pub struct CompileArgs {
     #[arg(long, value_name = "declared|auto|N")]
     pub layers: Option<LayersArg>,
     /// How much longer a step may take than that of the fastest plan, for a simpler one: of the
-    /// plans found within it the one with the fewest distinct layer strategies is taken. 0 takes
-    /// the fastest.
+    /// plans found within it the one with the fewest layer strategies, axes and stages is taken. 0
+    /// takes the fastest.
     #[arg(long, value_name = "PERCENT", default_value = "1%")]
     pub tolerance: Share,
     /// Share of each device's memory that stays free, of what is left beside the bytes that the

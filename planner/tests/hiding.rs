@@ -89,3 +89,30 @@ fn whole_parameters_are_found_without_a_pin() {
         assert!(free <= 1.001 * whole, "{names}: {free} s, pinned {whole} s");
     }
 }
+
+/// More of an all-gather and a reduce-scatter hides than of one all-reduce, which the objective does
+/// not know: by it, tensor parallelism splits no sequences where memory is ample.
+#[test]
+fn sequences_are_split_where_their_traffic_hides() {
+    let train = common::train(128, 4096, Precision::Bf16);
+    let step_s = |pins: &[&str]| {
+        let made = planned_on("llama-3.1-8b dgx-h100:2", &train, pins, 0.0);
+        made.simulation.step_time.0
+    };
+    let pins = ["tensor=8", "data=2"];
+    let specs = ["residual_1", "residual_2"].map(|v| format!("spec:h.*.{v}=[data,tensor,_]"));
+    let more: Vec<&str> = (pins.into_iter().chain(specs.iter().map(String::as_str))).collect();
+    let (free, pinned) = (step_s(&pins), step_s(&more));
+    assert!(free <= 1.001 * pinned, "{free} s, pinned {pinned} s");
+}
+
+/// The objective does not know what tied parameters move between stages, nor that ranks with the
+/// same values all send them. Over slow links it is far off, and thinks little of one stage.
+#[test]
+fn one_stage_is_found_where_the_objective_thinks_little_of_it() {
+    let train = common::train(84, 2048, Precision::Bf16);
+    let names = "llama-3.2-1b a100-pcie-40gb*7+pcie4+ethernet-25*1:6";
+    let step_s = |pins: &[&str]| planned_on(names, &train, pins, 0.0).simulation.step_time.0;
+    let (free, one) = (step_s(&[]), step_s(&["pipeline=1"]));
+    assert!(free <= 1.001 * one, "{free} s, pinned {one} s");
+}

@@ -15,6 +15,7 @@ use ir::{
     Bytes, DType, DeviceMesh, Graph, OpKind, Optimizer, Pass, Seconds, Task, TrainSpec, counted,
 };
 use serde::Serialize;
+use std::cmp::Ordering;
 use std::fmt::Write;
 
 /// A stage as JSON output has it.
@@ -182,9 +183,13 @@ fn simpler(plan: &Plan) -> Option<String> {
     Some(format!(
         "Simplicity: {}. The fastest plan found has {} and takes {}, {} less; --tolerance 0 takes that.",
         strategies(n),
-        match simpler.fastest_strategies == n {
-            true => "as many".into(),
-            false => strategies(simpler.fastest_strategies),
+        match simpler.fastest_strategies.cmp(&n) {
+            Ordering::Equal => "as many".into(),
+            Ordering::Greater => strategies(simpler.fastest_strategies),
+            Ordering::Less => format!(
+                "{}, but more axes or stages,",
+                strategies(simpler.fastest_strategies)
+            ),
         },
         simpler.fastest_s,
         percent(less),

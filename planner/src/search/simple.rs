@@ -83,22 +83,28 @@ impl Likeness {
 /// The features that make a plan hard to read and to run, the most important first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Complexity {
+    /// The choices that whoever sets it up has to make: distinct layer strategies, most axes of a
+    /// stage's mesh that have more than one rank, that there are several stages, and that they are
+    /// interleaved.
+    choices: usize,
     /// Distinct layer strategies.
     strategies: usize,
     /// Whether its tensors may keep to different ZeRO levels.
     has_no_level: bool,
-    /// Most axes of a stage's mesh that have more than one rank.
-    axes: usize,
     stages: usize,
 }
 
 impl Complexity {
     pub(super) fn of(plan: &Plan, p: &Pipeline) -> Complexity {
         let axes = |s: &ir::plan::StagePlan| s.mesh.axes.iter().filter(|a| a.size > 1).count();
+        let axes = plan.stages.iter().map(axes).max().unwrap_or(0);
+        let strategies = plan.layer_strategies.len();
+        let is_pipeline = usize::from(plan.stages.len() > 1);
+        let is_interleaved = usize::from(p.schedule.virtual_stages() > 1);
         Complexity {
-            strategies: plan.layer_strategies.len(),
+            choices: strategies + axes + is_pipeline + is_interleaved,
+            strategies,
             has_no_level: p.assumed.level.is_none(),
-            axes: plan.stages.iter().map(axes).max().unwrap_or(0),
             stages: plan.stages.len(),
         }
     }
@@ -174,9 +180,9 @@ mod tests {
 
     fn complexity(strategies: usize) -> Complexity {
         Complexity {
+            choices: strategies + 1,
             strategies,
             has_no_level: false,
-            axes: 1,
             stages: 1,
         }
     }
