@@ -65,7 +65,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     let schedule = schedule(args)?;
     check_backend(args)?;
     let setting = among::setting(args)?;
-    let args = &records::by_default(args.clone(), &setting);
+    let args = &records::by_default(args.clone());
     let early = Some(Early {
         words: match args.continued.is_some() || args.after_loss {
             true => BEFORE_IT_WENT_ON,
@@ -384,7 +384,7 @@ fn serve(
             spec,
             args.validate_every.is_some(),
         )?)),
-        record: records::of_ranks(args, loaded, false),
+        record: records::of_ranks(args, loaded),
         backend: backend(args),
         matmuls: matmuls(args),
         meets: chosen.meets,
@@ -1012,7 +1012,7 @@ fn train_all(
         stop: Some(&stop),
         session: SessionOptions {
             watchdog: Duration::from_secs(args.time_out),
-            record: records::of_ranks(args, loaded, processes.is_none()),
+            record: records::of_ranks(args, loaded),
             processes,
             backend: backend(args),
             matmuls: matmuls(args),
