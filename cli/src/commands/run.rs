@@ -1195,7 +1195,8 @@ impl Rates {
 
 /// Writes the parameters as Hugging Face weights.
 fn export(path: &Path, config: &ModelConfig, session: &mut Session) -> Result<(), Failure> {
-    let supply = |name: &str| match session.state(name)? {
+    let mut states = session.in_order(import::export_order(config));
+    let supply = |name: &str| match states.state(name)? {
         Some(tensor) => match tensor.values.iter().find(|v| !v.is_finite()) {
             None => Ok(tensor.values),
             Some(&value) => Err(RuntimeError::NotFinite {
