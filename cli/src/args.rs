@@ -731,9 +731,9 @@ pub struct RunArgs {
     /// memory or a processor turned ends the run, and names the rank.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub check_replicas: Option<u64>,
-    /// Have every rank write what it is doing to a file in this folder, for `meshwright doctor`. Runs of
-    /// several processes do so unasked, in a folder beside the output, which goes when the run ends in
-    /// order [default: run.records for run.json; none where all ranks are threads of one process].
+    /// Have every rank keep what it is doing in a file in this folder, for `meshwright doctor`. Unasked
+    /// they do so in a folder beside the output, which goes when the run ends in order [default:
+    /// run.records for run.json].
     #[arg(long, value_name = "DIR")]
     pub record: Option<PathBuf>,
     /// Nobody asked for that folder.

@@ -281,7 +281,7 @@ impl From<runtime::RuntimeError> for Failure {
             ),
             Checkpoint { .. } | NoneWhole { .. } => Some(CHECKPOINTS_ARE),
             Record { .. } => Some(
-                "records are in the folder that `meshwright run --record` named; those of a run of several processes that failed are beside its output, as run.records for run.json",
+                "records are in the folder that `meshwright run --record` named; those of any other run that failed or was killed are beside its output, as run.records for run.json",
             ),
             OtherCheckpoint { .. } | OtherModel { .. } => Some(OTHER_CHECKPOINT),
             NotFinite { .. } => Some(DIVERGED),

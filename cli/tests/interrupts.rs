@@ -28,11 +28,10 @@ fn start(place: &Place, more: &[&str]) -> Running {
     let begun = Instant::now();
     // Scripts that a rank has begun by its record.
     let plays = || {
-        let bytes = std::fs::read(place.path(&format!("{RECORDS}/rank-0.record"))).ok()?;
+        let path = place.path(&format!("{RECORDS}/rank-0.record"));
+        let seen = runtime::record::at(&path).ok()??;
         // Of this run, and not of one before it.
-        let pid = u32::from_le_bytes(*bytes.get(12..)?.first_chunk()?);
-        let plays = u64::from_le_bytes(*bytes.get(64..)?.first_chunk()?);
-        (pid == child.id()).then_some(plays)
+        (seen.pid == child.id()).then_some(seen.plays)
     };
     while plays().is_none_or(|n| n < 4) {
         assert!(begun.elapsed() < Duration::from_secs(60), "no step is made");

@@ -5,6 +5,7 @@
 
 mod support;
 
+use runtime::record::Seen;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 use support::{Begin, CONFIG, Place, Running, faults, processes_of, said};
@@ -63,11 +64,10 @@ fn nobody_is_left(place: &Place) {
     });
 }
 
-/// Where a rank is by its record: scripts that it has begun, and the step of the last one.
-fn at(place: &Place, rank: u32) -> Option<(u64, u64)> {
-    let bytes = std::fs::read(place.path(&format!("run.records/rank-{rank}.record"))).ok()?;
-    let number = |at: usize| Some(u64::from_le_bytes(*bytes.get(at..)?.first_chunk()?));
-    Some((number(64)?, number(72)? >> 1))
+/// Where a rank is by its record.
+fn at(place: &Place, rank: u32) -> Option<Seen> {
+    let path = place.path(&format!("run.records/rank-{rank}.record"));
+    runtime::record::at(&path).ok()?
 }
 
 /// Asserts that a run ended as one that lost its second process, and names it with the signal.
@@ -128,9 +128,7 @@ fn a_kill_in_the_first_step_or_a_later_one_is_named_with_the_step() {
         // Records of the round before go when the run begins.
         let second = second_of(&place, &run);
         let seen = wait_for("that step", || {
-            let of_run = std::fs::read(place.path("run.records/rank-1.record")).ok()?;
-            let pid = u32::from_le_bytes(*of_run.get(12..)?.first_chunk()?);
-            at(&place, 1).filter(|(plays, at)| pid == second && *plays > 0 && *at >= step)
+            at(&place, 1).filter(|s| s.pid == second && s.plays > 0 && s.step >= step)
         });
         // Now at its beginning, now in the middle.
         std::thread::sleep(Duration::from_millis(40 * step));
@@ -140,8 +138,11 @@ fn a_kill_in_the_first_step_or_a_later_one_is_named_with_the_step() {
         let (_, told) = words.split_once(". rank1, in step ").expect(&words);
         let told: String = told.chars().take_while(char::is_ascii_digit).collect();
         let told: u64 = told.parse().unwrap();
-        let (_, last) = at(&place, 1).unwrap();
-        assert!((seen.1..=last).contains(&told), "{seen:?}, {last}: {words}");
+        let last = at(&place, 1).unwrap().step;
+        assert!(
+            (seen.step..=last).contains(&told),
+            "{seen:?}, {last}: {words}"
+        );
     }
 }
 

@@ -95,11 +95,10 @@ fn process_in(place: &Place, folder: &str, rank: u32, steps: u32) -> u32 {
             began.elapsed() < Duration::from_secs(60),
             "no record appears"
         );
-        let bytes = std::fs::read(place.path(&format!("{folder}/rank-{rank}.record")));
-        let bytes = bytes.unwrap_or_default();
-        let number = |at: usize| Some(u32::from_le_bytes(*bytes.get(at..)?.first_chunk()?));
-        if number(64).is_some_and(|plays| plays > steps) {
-            return number(12).unwrap();
+        let path = place.path(&format!("{folder}/rank-{rank}.record"));
+        let seen = runtime::record::at(&path).ok().flatten();
+        if let Some(seen) = seen.filter(|s| s.plays > u64::from(steps)) {
+            return seen.pid;
         }
         std::thread::sleep(Duration::from_millis(10));
     }

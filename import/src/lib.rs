@@ -26,4 +26,4 @@ pub use config::{DEFAULT_EXPERT_CAPACITY, ModelConfig};
 pub use error::ImportError;
 pub use likeness::config_field;
 pub use params::Param;
-pub use weights::{HfTensor, Weights, export, map_param_to_hf, to_hf};
+pub use weights::{HfTensor, Weights, export, export_order, map_param_to_hf, to_hf};

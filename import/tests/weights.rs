@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 use half::{bf16, f16};
-use import::{ModelConfig, Weights, export, map_param_to_hf, to_hf};
+use import::{ModelConfig, Weights, export, export_order, map_param_to_hf, to_hf};
 use safetensors::tensor::{Dtype, TensorView};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -94,7 +94,13 @@ fn import_then_export_gives_the_same_file() {
         let original = reference(case).join("model.safetensors");
         let weights = Weights::open(&original, &config).unwrap();
         let mut written = Vec::new();
-        export("out", &mut written, &config, |p| weights.param(p)).unwrap();
+        let mut asked = Vec::new();
+        let supply = |path: &str| {
+            asked.push(path.to_string());
+            weights.param(path)
+        };
+        export("out", &mut written, &config, supply).unwrap();
+        assert_eq!(asked, export_order(&config), "{case}");
         assert!(
             written == std::fs::read(&original).unwrap(),
             "{case}: the files differ"

@@ -4,15 +4,31 @@
 //! Beside them the run writes its own finding, where it failed: the system tells it who died of what,
 //! which no record does, and after its end all processes are gone alike.
 //!
-//! A rank writes where it is in its script before each instruction and after the last, 40 bytes in place:
-//! the system keeps what was written when the process is killed. There is no history, because there
-//! need be none: the program is static, so where a rank is says all that it did, and which calls
-//! each of the others must have come to.
+//! A rank stores where it is in its script before each instruction and after the last, in a file that is
+//! [mapped] into its memory: the system keeps what was stored when the process is killed. There is no
+//! history, because there need be none: the program is static, so where a rank is says all that it
+//! did, and which calls each of the others must have come to.
+//!
+//! ```text
+//!   0  head: form and version, rank, process, host
+//!  64  place: scripts, step, begun, done, time, number, check
+//! 120  place
+//! 176  the plan's fingerprint
+//! ```
+//!
+//! A process may be killed between two stores, so there are two places, which are written in turn.
+//! The newer one of those whose check is that of its words is where the rank was.
+
+#[cfg(unix)]
+mod mapped;
+#[cfg(test)]
+mod tests;
 
 use crate::error::RuntimeError;
 use crate::execute::position::{self, Position};
 use ir::Rank;
 use ir::program::Program;
+use mapped::Mapped;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, OpenOptions};
@@ -21,12 +37,16 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// The first bytes of a record; the last one is the version of the form.
-const MAGIC: [u8; 8] = *b"mshrec\0\x02";
-/// Where the place in the script stands.
-const AT: u64 = 64;
-/// Where the plan stands, and its length.
-const PLAN: usize = 104;
-const LEN: usize = 152;
+const MAGIC: [u8; 8] = *b"mshrec\0\x03";
+/// Where the two places stand.
+const PLACES: [usize; 2] = [64, 120];
+/// Words of a place: five that say where the rank is, which place it is, and the check of these.
+const WORDS: usize = 7;
+/// Where the plan's fingerprint stands, and its end.
+const PLAN: usize = 176;
+const PLAN_END: usize = 224;
+/// How often is looked at the record of a rank that is alive and between two stores each time.
+const LOOKS: usize = 100;
 const ENDING: &str = "record";
 /// The file of what the run itself found.
 const VERDICT: &str = "verdict.json";
@@ -47,10 +67,26 @@ pub struct Recording {
     pub is_asked_for: bool,
 }
 
+/// Systems without such files have no records.
+#[cfg(not(unix))]
+mod mapped {
+    pub(super) const LEN: usize = 512;
+    #[derive(Debug)]
+    pub(super) struct Mapped;
+    impl Mapped {
+        pub fn of(_: &std::fs::File) -> std::io::Result<Self> {
+            Err(std::io::ErrorKind::Unsupported.into())
+        }
+        pub fn store(&self, _: usize, _: &[u64]) {}
+    }
+}
+
 /// A rank's file.
 #[derive(Debug)]
 pub struct Record {
-    file: File,
+    mapped: Mapped,
+    /// Places written so far.
+    number: u64,
     plays: u64,
     training: bool,
     step: u64,
@@ -64,13 +100,19 @@ impl Record {
     /// Fails when it cannot be written, and leaves none then.
     pub fn create(folder: &Path, plan: &str, rank: Rank) -> Result<Self, RuntimeError> {
         let path = file(folder, rank);
-        let created = || -> io::Result<File> {
-            let mut file = OpenOptions::new()
+        let created = || -> io::Result<Mapped> {
+            // A file of its own: the process of an earlier run may have that one mapped still.
+            match std::fs::remove_file(&path) {
+                Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+                _ => {}
+            }
+            let mut options = OpenOptions::new();
+            let mut file = options
+                .read(true)
                 .write(true)
-                .create(true)
-                .truncate(true)
+                .create_new(true)
                 .open(&path)?;
-            let mut head = [0; LEN];
+            let mut head = [0; mapped::LEN];
             head[..8].copy_from_slice(&MAGIC);
             head[8..12].copy_from_slice(&rank.0.to_le_bytes());
             head[12..16].copy_from_slice(&std::process::id().to_le_bytes());
@@ -78,19 +120,21 @@ impl Record {
             let n = host.len().min(LONGEST_HOST);
             head[16] = n as u8;
             head[17..17 + n].copy_from_slice(&host.as_bytes()[..n]);
-            let n = plan.len().min(LEN - PLAN - 1);
+            let n = plan.len().min(PLAN_END - PLAN - 1);
             head[PLAN] = n as u8;
             head[PLAN + 1..PLAN + 1 + n].copy_from_slice(&plan.as_bytes()[..n]);
+            // All of it is written, so that a disk that is full says so here.
             file.write_all(&head)?;
-            Ok(file)
+            Mapped::of(&file)
         };
-        let file = created().map_err(|e| {
+        let mapped = created().map_err(|e| {
             // A part of one would spoil the reading of all others.
             let _ = std::fs::remove_file(&path);
             problem(&path, e.to_string())
         })?;
         Ok(Record {
-            file,
+            mapped,
+            number: 0,
             plays: 0,
             training: false,
             step: 0,
@@ -117,31 +161,26 @@ impl Record {
     pub(crate) fn rests(&mut self) {
         self.write(self.begun);
     }
-    fn write(&self, done: u64) {
+    fn write(&mut self, done: u64) {
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         let now = now.map_or(0, |t| t.as_millis() as u64);
         let step = (self.step << 1) | u64::from(self.training);
-        let fields = [self.plays, step, self.begun, done, now];
-        let mut bytes = [0; 40];
-        for (to, field) in bytes.chunks_exact_mut(8).zip(fields) {
-            to.copy_from_slice(&field.to_le_bytes());
-        }
-        // A record that cannot be written is no reason to end a run.
-        let _ = write_at(&self.file, &bytes);
+        self.number += 1;
+        let place = [self.plays, step, self.begun, done, now, self.number];
+        let [plays, step, begun, done, now, number] = place;
+        let words = [plays, step, begun, done, now, number, check(&place)].map(u64::to_le);
+        let at = PLACES[(self.number % 2) as usize] / 8;
+        self.mapped.store(at, &words);
     }
 }
 
-#[cfg(unix)]
-fn write_at(file: &File, bytes: &[u8]) -> io::Result<()> {
-    std::os::unix::fs::FileExt::write_all_at(file, bytes, AT)
-}
-
-#[cfg(not(unix))]
-fn write_at(file: &File, bytes: &[u8]) -> io::Result<()> {
-    use std::io::{Seek, SeekFrom};
-    let mut file = file;
-    file.seek(SeekFrom::Start(AT))?;
-    file.write_all(bytes)
+/// A hash of the words of a place: FNV-1a over words, with a turn by which their high bits count.
+fn check(words: &[u64]) -> u64 {
+    words.iter().fold(0xcbf2_9ce4_8422_2325, |hash, word| {
+        (hash ^ word)
+            .wrapping_mul(0x0000_0100_0000_01b3)
+            .rotate_left(29)
+    })
 }
 
 fn file(folder: &Path, rank: Rank) -> PathBuf {
@@ -356,42 +395,70 @@ pub fn read(folder: &Path) -> Result<Vec<Seen>, RuntimeError> {
     }
     let mut all = Vec::with_capacity(paths.len());
     for path in paths {
-        let bytes = std::fs::read(&path).map_err(|e| problem(&path, e.to_string()))?;
-        let seen = Seen::parse(&bytes).ok_or_else(|| bad(&path, "it is no record of a rank"))?;
-        all.push(seen);
+        let seen = at(&path).map_err(|e| problem(&path, e.to_string()))?;
+        all.push(seen.ok_or_else(|| bad(&path, "it is no record of a rank"))?);
     }
     all.sort_by_key(|s| s.rank);
     Ok(all)
 }
 
+/// Reads one record; none where the file is another one.
+///
+/// Fails when it cannot be read.
+pub fn at(path: &Path) -> io::Result<Option<Seen>> {
+    // A rank that is alive may be changing the older place while the newer one is read, and then
+    // that.
+    for _ in 0..LOOKS {
+        let found = Seen::parse(&std::fs::read(path)?);
+        if found.is_some() {
+            return Ok(found);
+        }
+    }
+    Ok(None)
+}
+
 impl Seen {
     fn parse(bytes: &[u8]) -> Option<Self> {
-        let bytes: &[u8; LEN] = bytes.try_into().ok()?;
+        let bytes: &[u8; mapped::LEN] = bytes.try_into().ok()?;
         if bytes[..8] != MAGIC {
             return None;
         }
         let small = |at: usize| u32::from_le_bytes([0, 1, 2, 3].map(|i| bytes[at + i]));
-        let large = |i: usize| {
-            let at = AT as usize + 8 * i;
-            u64::from_le_bytes([0, 1, 2, 3, 4, 5, 6, 7].map(|k| bytes[at + k]))
-        };
         let text = |at: usize| {
             let text = bytes.get(at + 1..at + 1 + usize::from(bytes[at]))?;
             Some(String::from_utf8_lossy(text).into_owned())
         };
+        let [plays, step, begun, done, at_ms] = newest(bytes)?;
         Some(Seen {
             rank: Rank(small(8)),
             pid: small(12),
             host: text(16)?,
             plan: text(PLAN)?,
-            plays: large(0),
-            training: large(1) & 1 == 1,
-            step: large(1) >> 1,
-            begun: large(2),
-            done: large(3),
-            at_ms: large(4),
+            plays,
+            training: step & 1 == 1,
+            step: step >> 1,
+            begun,
+            done,
+            at_ms,
         })
     }
+}
+
+/// The words of the newer place that is whole, zeros before there was one; none where neither is.
+fn newest(bytes: &[u8; mapped::LEN]) -> Option<[u64; 5]> {
+    let place = |at: usize| -> [u64; WORDS] {
+        std::array::from_fn(|i| {
+            let word = std::array::from_fn(|k| bytes[at + 8 * i + k]);
+            u64::from_le_bytes(word)
+        })
+    };
+    let places = PLACES.map(place);
+    let is_whole = |p: &&[u64; WORDS]| p[WORDS - 1] == check(&p[..WORDS - 1]);
+    let whole = places.iter().filter(is_whole).max_by_key(|p| p[WORDS - 2]);
+    // Before the first one is whole the other one is as it was made.
+    let unwritten = places.iter().find(|p| **p == [0; WORDS]);
+    let [plays, step, begun, done, at_ms, ..] = *whole.or(unwritten)?;
+    Some([plays, step, begun, done, at_ms])
 }
 
 /// The activity of a rank.

@@ -33,7 +33,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use ir::measurement::Measurement;
 use ir::op::InputKind;
 use ir::training::{StateRole, TrainingGraph};
-use ir::{Bytes, OpKind, Seconds, Task};
+use ir::{Bytes, OpKind, Rank, Seconds, Task};
 use journal::{Journal, Standing};
 use leaps::Leaps;
 use orphan::Launcher;
@@ -65,7 +65,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     let schedule = schedule(args)?;
     check_backend(args)?;
     let setting = among::setting(args)?;
-    let args = &records::by_default(args.clone(), &setting);
+    let args = &records::by_default(args.clone());
     let early = Some(Early {
         words: match args.continued.is_some() || args.after_loss {
             true => BEFORE_IT_WENT_ON,
@@ -384,7 +384,7 @@ fn serve(
             spec,
             args.validate_every.is_some(),
         )?)),
-        record: records::of_ranks(args, loaded, false),
+        record: records::of_ranks(args, loaded),
         backend: backend(args),
         matmuls: matmuls(args),
         meets: chosen.meets,
@@ -561,21 +561,17 @@ fn has_gpus(args: &RunArgs, loaded: &Loaded, setting: &Setting) -> Result<(), Fa
             "warning: libcublasLt.so is not found, so matrices are multiplied by plain kernels, which are many times slower. It comes with CUDA 13 and in the Python package nvidia-cublas; LD_LIBRARY_PATH can name its folder."
         ));
     }
-    let mut needed = vec![0u64; n_gpus];
-    let mut n_ranks = vec![0u32; n_gpus];
+    let mut ranks = Vec::new();
     for role in &loaded.program.roles {
         let beside = cuda::beside_arena(&loaded.program, role)?;
         let bytes = role.arena_bytes.saturating_add(beside);
-        for rank in role.mesh.ranks() {
-            let gpu = rank.0 as usize % n_gpus;
-            needed[gpu] = needed[gpu].saturating_add(bytes);
-            n_ranks[gpu] += 1;
-        }
+        ranks.extend(role.mesh.ranks().map(|rank| (rank, bytes)));
     }
-    let (processes, here) = setting.counts(n_ranks.iter().sum::<u32>() as usize);
-    for (gpu, (needed, ranks)) in needed.into_iter().zip(n_ranks).enumerate() {
-        // Other hosts have their share of it.
-        let needed = needed / processes.max(1) as u64 * here as u64;
+    let counts = setting.counts(ranks.len());
+    for (gpu, (ranks, needed)) in of_gpus(ranks, counts, n_gpus).into_iter().enumerate() {
+        if ranks == 0 {
+            continue;
+        }
         let free = cuda::free_memory(gpu)?;
         if needed > free {
             let what = format!(
@@ -590,6 +586,27 @@ fn has_gpus(args: &RunArgs, loaded: &Loaded, setting: &Setting) -> Result<(), Fa
         }
     }
     Ok(())
+}
+
+/// How many ranks each GPU of the host of process 0 has, and the bytes that they need: the ranks of a
+/// host go round its GPUs by their places on that host. Their processes, `here` of all `of`, are taken
+/// for the first ones; a launcher that deals processes out to hosts one by one does not say which there
+/// are before they have met.
+fn of_gpus(
+    mut ranks: Vec<(Rank, u64)>,
+    (of, here): (usize, usize),
+    n_gpus: usize,
+) -> Vec<(u32, u64)> {
+    ranks.sort_unstable();
+    // As processes share the ranks.
+    ranks.truncate(here.min(of) * ranks.len() / of.max(1));
+    let mut all = vec![(0u32, 0u64); n_gpus];
+    for (place, (_, bytes)) in ranks.into_iter().enumerate() {
+        let (n_ranks, needed) = &mut all[place % n_gpus.max(1)];
+        *n_ranks += 1;
+        *needed = needed.saturating_add(bytes);
+    }
+    all
 }
 
 /// Whether devices of the kind that the plan was made for run it; an emulated GPU is none of them.
@@ -1012,7 +1029,7 @@ fn train_all(
         stop: Some(&stop),
         session: SessionOptions {
             watchdog: Duration::from_secs(args.time_out),
-            record: records::of_ranks(args, loaded, processes.is_none()),
+            record: records::of_ranks(args, loaded),
             processes,
             backend: backend(args),
             matmuls: matmuls(args),
@@ -1178,7 +1195,8 @@ impl Rates {
 
 /// Writes the parameters as Hugging Face weights.
 fn export(path: &Path, config: &ModelConfig, session: &mut Session) -> Result<(), Failure> {
-    let supply = |name: &str| match session.state(name)? {
+    let mut states = session.in_order(import::export_order(config));
+    let supply = |name: &str| match states.state(name)? {
         Some(tensor) => match tensor.values.iter().find(|v| !v.is_finite()) {
             None => Ok(tensor.values),
             Some(&value) => Err(RuntimeError::NotFinite {
@@ -1327,4 +1345,30 @@ fn print_words(
         args.plan.display(),
         args.output.display()
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::of_gpus;
+    use ir::Rank;
+
+    /// Ranks of other hosts counted, each for the GPU of its number among all.
+    #[test]
+    fn ranks_count_on_the_gpus_of_their_host() {
+        // Three stages of two ranks each, the first one the largest, in any order.
+        let all = [(4, 1), (5, 1), (0, 100), (1, 100), (2, 10), (3, 10)];
+        let of = |counts, n_gpus| of_gpus(all.map(|(r, b)| (Rank(r), b)).into(), counts, n_gpus);
+        // On one host.
+        assert_eq!(of((1, 1), 2), [(3, 111), (3, 111)]);
+        assert_eq!(of((6, 6), 4), [(2, 101), (2, 101), (1, 10), (1, 10)]);
+        // Three hosts of two processes; of four GPUs each two have nothing to do.
+        assert_eq!(of((6, 2), 4), [(1, 100), (1, 100), (0, 0), (0, 0)]);
+        // Two hosts of one process with three ranks.
+        assert_eq!(of((2, 1), 2), [(2, 110), (1, 100)]);
+        assert_eq!(of((2, 1), 1), [(3, 210)]);
+        // Four processes, the first of which has one rank.
+        assert_eq!(of((4, 1), 1), [(1, 100)]);
+        // A launcher that says more than there is.
+        assert_eq!(of((2, 4), 1), [(6, 222)]);
+    }
 }

@@ -89,6 +89,11 @@ ssize_t write(int fd, const void *bytes, size_t n) {
     return syscall(SYS_write, fd, bytes, n);
 }
 
+ssize_t pwrite64(int fd, const void *bytes, size_t n, off64_t at) {
+    if (concerns_fd(fd) && fails('w')) return -1;
+    return syscall(SYS_pwrite64, fd, bytes, n, at);
+}
+
 int fsync(int fd) {
     if (concerns_fd(fd)) {
         const char *delay = getenv("FAULT_DELAY");

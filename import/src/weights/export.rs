@@ -7,7 +7,7 @@
 use super::{check_length, put_stored};
 use crate::{ImportError, ModelConfig, Param};
 use serde_json::json;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufWriter, Write};
 use std::path::Path;
 
@@ -60,6 +60,15 @@ where
         }
     }
     out.flush().map_err(io)
+}
+
+/// The order in which [`export`] asks for the parameters of a model, by path.
+pub fn export_order(config: &ModelConfig) -> Vec<String> {
+    let params = config.params();
+    let tensors = tensors_of(&params);
+    let mut seen = BTreeSet::new();
+    let paths = tensors.values().flatten().map(|(param, _)| &param.path);
+    paths.filter(|path| seen.insert(*path)).cloned().collect()
 }
 
 /// The tensors of the file by name: the parameters that each holds, and which of a parameter's

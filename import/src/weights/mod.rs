@@ -11,7 +11,7 @@ mod files;
 mod header;
 mod read;
 
-pub use export::export;
+pub use export::{export, export_order};
 
 use crate::config::{Plain, Version};
 use crate::{ImportError, ModelConfig, Param};

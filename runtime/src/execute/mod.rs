@@ -40,7 +40,9 @@ pub use local::{Local, is_computed, narrow, widen};
 pub(crate) use rank::calls::calls as rank_calls;
 pub use rank::{RankTimings, Timing};
 pub(crate) use script::validation;
-pub use session::{Session, SessionOptions, StateRequest, StateTensor, States, StepResult};
+pub use session::{
+    InOrder, Session, SessionOptions, StateRequest, StateTensor, States, StepResult,
+};
 
 pub(crate) use kernel::{expert_lengths, finds_in_result, images, rope_scaling};
 pub(crate) use load::{given, load};

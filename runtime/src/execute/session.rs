@@ -1,10 +1,13 @@
 //! A session: the coordinator of a run. It knows the ranks by what they answer: it asks them to
 //! play, gives out initial states, and gathers loss, measurements and states by messages.
 
+mod in_order;
 mod replicas;
 mod rescue;
 #[cfg(test)]
 mod start_tests;
+
+pub use in_order::InOrder;
 
 use super::local::{Local, is_computed, narrow, widen};
 use super::message::{Play, Played, Reply, Request, Samples};
@@ -39,7 +42,7 @@ const LAST_WORDS: Duration = Duration::from_secs(3);
 /// The same where others have waited in vain for ranks of all processes that have not answered, and
 /// so given them their time already.
 const LAST_WORDS_OF_MISSED: Duration = Duration::from_secs(1);
-/// Bytes of initial values that are on their way to ranks before their answers are waited for. To
+/// Bytes of states that are on their way to ranks, or from them, before answers are waited for. To
 /// wait for each by itself took a far host a round trip for each part of each state, and a bound
 /// there must be, as a model may be larger than this process' memory.
 const ON_THE_WAY: usize = 32 << 20;
@@ -856,19 +859,50 @@ impl Session {
         self.ask_each(asked.collect()).map(|_| ())
     }
 
-    /// The full tensor, from the first rank that has each part.
+    /// The full tensor.
     fn gather_state(
         &mut self,
         places: &[(usize, StateBuffer)],
     ) -> Result<StateTensor, RuntimeError> {
-        let (role, state) = &places[0];
-        let lens = self.program.roles[*role].buffer(state.buffer).lens.clone();
-        let mut values = vec![0.0f32; lens.iter().product::<u64>() as usize];
-        // Last rank first, so that the first one's copy stays.
-        for (local, _, part) in self.parts(*role, state)?.into_iter().rev() {
-            local.paste(&widen(local.dtype, &part), &mut values);
+        let full = self.gather_states(&[&places[0]])?;
+        let none = || RuntimeError::Program("nothing was gathered".into());
+        full.into_iter().next().ok_or_else(none)
+    }
+
+    /// Full tensors, of which all parts are asked for at the same time, each of the first rank that
+    /// has it.
+    fn gather_states(
+        &mut self,
+        wanted: &[&(usize, StateBuffer)],
+    ) -> Result<Vec<StateTensor>, RuntimeError> {
+        let program = Arc::clone(&self.program);
+        let (mut requests, mut locals) = (Vec::new(), Vec::new());
+        for (i, (role, state)) in wanted.iter().enumerate() {
+            let this = &program.roles[*role];
+            let b = this.buffer(state.buffer);
+            let mut seen = BTreeSet::new();
+            for member in self.ranks_of(*role) {
+                let local = Local::of_rank(b.dtype, &b.lens, &b.spec, &this.mesh, member.rank);
+                let Some(local) = local.filter(|l| seen.insert((l.start(), l.valid()))) else {
+                    continue;
+                };
+                requests.push((member, Request::Read(state.buffer)));
+                locals.push((i, local));
+            }
         }
-        Ok(StateTensor { lens, values })
+        let replies = self.ask_each(requests)?;
+        let empty = |(role, state): &&(usize, StateBuffer)| {
+            let lens = program.roles[*role].buffer(state.buffer).lens.clone();
+            let values = vec![0.0f32; lens.iter().product::<u64>() as usize];
+            StateTensor { lens, values }
+        };
+        let mut full: Vec<StateTensor> = wanted.iter().map(empty).collect();
+        for (reply, (i, local)) in replies.into_iter().zip(locals) {
+            if let Reply::Part(bytes) = reply {
+                local.paste(&widen(local.dtype, &bytes), &mut full[i].values);
+            }
+        }
+        Ok(full)
     }
 
     fn parts(

@@ -1,11 +1,11 @@
 //! The records of a run's ranks: where they are, when they stay, and what the run itself says by them when
 //! it fails.
 //!
-//! A run of several processes has them unasked, in a folder beside its output, as nobody asks for them
-//! before a rank hangs. Such a folder ends no run: where it cannot be written, there are none. It goes
-//! when the run has ended in order.
+//! A run has them unasked, in a folder beside its output, as nobody asks for them before a rank hangs or
+//! its process is killed. Such a folder ends no run: where it cannot be written, there are none. It
+//! goes when the run has ended in order.
 
-use super::among::{Company, Setting};
+use super::among::Company;
 use crate::args::RunArgs;
 use crate::commands::doctor::{activity, names, when};
 use crate::failure::Failure;
@@ -23,13 +23,11 @@ const MOST_LOST: usize = 2;
 /// Ranks that are named as waiting for one.
 const MOST_WAITING: usize = 4;
 
-/// The arguments of a run, with the folder of its records where nobody named one and it is of several
-/// processes, or an elastic one, which may have been.
-pub fn by_default(mut args: RunArgs, setting: &Setting) -> RunArgs {
-    let is_alone = matches!(setting, Setting::Alone) && !args.elastic;
+/// The arguments of a run, with the folder of its records where nobody named one.
+pub fn by_default(mut args: RunArgs) -> RunArgs {
     // Beside a device there is no place for a folder.
     let is_special = args.output.exists() && !args.output.is_file();
-    if args.record.is_some() || is_alone || is_special {
+    if args.record.is_some() || is_special {
         return args;
     }
     let folder = args.output.with_extension("records");
@@ -40,11 +38,9 @@ pub fn by_default(mut args: RunArgs, setting: &Setting) -> RunArgs {
     args
 }
 
-/// Where the ranks of this process write what they are doing. Threads of one process have none
-/// unasked, as they die together, and the writes cost some microseconds for each instruction.
-pub fn of_ranks(args: &RunArgs, loaded: &Loaded, is_alone: bool) -> Option<Recording> {
-    let folder = (args.record.clone()).filter(|_| !(args.records_by_default && is_alone));
-    folder.map(|folder| Recording {
+/// Where the ranks of this process write what they are doing.
+pub fn of_ranks(args: &RunArgs, loaded: &Loaded) -> Option<Recording> {
+    args.record.clone().map(|folder| Recording {
         folder,
         plan: loaded.hash.clone(),
         is_asked_for: !args.records_by_default,
@@ -151,7 +147,7 @@ fn examined(
     (error, company): (&RuntimeError, Option<&Company>),
 ) -> (String, Option<Verdict>) {
     let words = error.to_string();
-    // A run of threads may have none.
+    // There may be none, as where no folder could be made.
     let seen = args.record.as_ref().map(|folder| record::read(folder));
     let Some(Ok(mut seen)) = seen else {
         return (words, None);

@@ -1,4 +1,4 @@
-//! How often the coordinator waits for another process while a run starts.
+//! How often the coordinator waits for another process while a run starts, and for its weights.
 
 use super::*;
 use crate::execute::message::Answer;
@@ -34,9 +34,23 @@ impl Link for Counted {
     }
 }
 
-/// Each part of each state took one by itself, so that a start with 200 ms of delay took 20 s.
-#[test]
-fn initial_states_take_one_round_trip() {
+/// How often a session waits, and asks.
+#[derive(Default)]
+struct Counts {
+    trips: Arc<AtomicUsize>,
+    requests: Arc<AtomicUsize>,
+}
+
+impl Counts {
+    /// What there was since the last time that was asked for: waits, and requests.
+    fn take(&self) -> (usize, usize) {
+        let take = |count: &AtomicUsize| count.swap(0, Ordering::Relaxed);
+        (take(&self.trips), take(&self.requests))
+    }
+}
+
+/// A session on two ranks, with what it was made of.
+fn counted() -> (Session, Counts, ir::training::TrainingGraph, TrainSpec) {
     let graph = random_graph(5, &GraphOptions::default());
     let spec = TrainSpec {
         global_batch: 4,
@@ -55,21 +69,29 @@ fn initial_states_take_one_round_trip() {
     let mesh = LogicalMesh::new(devices, vec![axis]).unwrap();
     let program = lower(&training, &[mesh], 2, 2, 1);
     let mut session = Session::start(&program, &spec, SessionOptions::default()).unwrap();
-    let (trips, requests) = (Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default());
+    let counts = Counts::default();
     let workers = std::mem::take(&mut session.workers).into_iter();
     let counted = workers.map(|worker| {
         Box::new(Counted {
             worker,
             is_asked: false,
-            trips: Arc::clone(&trips),
-            requests: Arc::clone(&requests),
+            trips: Arc::clone(&counts.trips),
+            requests: Arc::clone(&counts.requests),
         }) as Box<dyn Link>
     });
     session.workers = counted.collect();
+    (session, counts, training, spec)
+}
+
+/// Each part of each state took one by itself, so that a start with 200 ms of delay took 20 s.
+#[test]
+fn initial_states_take_one_round_trip() {
+    let (mut session, counts, training, spec) = counted();
     let initial = crate::init::from_graph(&training, spec.seed);
     session.initialise(initial).unwrap();
-    assert_eq!(trips.load(Ordering::Relaxed), 1);
-    assert!(requests.load(Ordering::Relaxed) > 10, "too few to tell");
+    let (trips, requests) = counts.take();
+    assert_eq!(trips, 1);
+    assert!(requests > 10, "too few to tell");
     // Every rank has what it was given, whichever request that came by.
     session.replicas_agree().unwrap();
     let drawn = crate::init::from_graph(&training, spec.seed);
@@ -83,4 +105,38 @@ fn initial_states_take_one_round_trip() {
         };
         assert_eq!(state.values, drawn(request).unwrap(), "{path}");
     }
+}
+
+/// Each took one by itself, of every rank that has it.
+#[test]
+fn weights_that_are_saved_take_one_round_trip() {
+    let (mut session, counts, training, spec) = counted();
+    let initial = crate::init::from_graph(&training, spec.seed);
+    session.initialise(initial).unwrap();
+    let all = session.params().unwrap();
+    // Each part once, of whichever rank.
+    let n_parts: usize = (session.state_places().into_values())
+        .filter(|places| places[0].1.role == StateRole::Parameter)
+        .map(|places| {
+            let (role, state) = &places[0];
+            let parts = session.parts(*role, state).unwrap().into_iter();
+            let parts = parts.map(|(local, ..)| (local.start(), local.valid()));
+            parts.collect::<BTreeSet<_>>().len()
+        })
+        .sum();
+    counts.take();
+    let order: Vec<String> = all.keys().rev().cloned().collect();
+    let mut states = session.in_order(order.clone());
+    for path in &order {
+        assert_eq!(states.state(path).unwrap().as_ref(), Some(&all[path]));
+    }
+    let (trips, requests) = counts.take();
+    assert!(requests > 5, "too few to tell");
+    assert_eq!((trips, requests), (1, n_parts));
+    // Out of order, twice, and one that there is not.
+    let mut states = session.in_order(order.clone());
+    for path in [&order[1], &order[0], &order[1]] {
+        assert_eq!(states.state(path).unwrap().as_ref(), Some(&all[path]));
+    }
+    assert_eq!(states.state("none").unwrap(), None);
 }

@@ -1,0 +1,184 @@
+//! The records that every run has of its ranks, unasked: what they cost, what they survive, and what
+//! `doctor` says by them after a kill.
+#![cfg(target_os = "linux")]
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use runtime::record::Seen;
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+use support::{Begin, Place, Running, faults, said};
+
+const LONG: [&str; 4] = ["--steps", "100000000", "-o", "run.json"];
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Ranks of the plan.
+const RANKS: u32 = 4;
+
+fn begin(place: &Place, args: &[&str]) -> Running {
+    Command::new(env!("CARGO_BIN_EXE_meshwright"))
+        .args([&["run", "plan.json", "--data", "text.txt"], args].concat())
+        .current_dir(place.path("."))
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .begin()
+        .unwrap()
+}
+
+fn seen(place: &Place, rank: u32) -> Option<Seen> {
+    let path = place.path(&format!("run.records/rank-{rank}.record"));
+    runtime::record::at(&path).ok()?
+}
+
+/// Waits until a rank of this process has played more than so many steps.
+fn plays(place: &Place, run: &Running, steps: u64) {
+    let since = Instant::now();
+    let is_there = |s: Seen| s.pid == run.id() && s.plays > steps;
+    while !seen(place, 0).is_some_and(is_there) {
+        assert!(since.elapsed() < PATIENCE, "it plays no step");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn signal(run: &Running, signal: Signal) {
+    let id = Pid::from_raw(run.id().cast_signed()).unwrap();
+    kill_process(id, signal).unwrap();
+}
+
+/// Ranks that are threads die together, at any instant, between two words of a record as well.
+#[test]
+fn doctor_says_where_the_ranks_of_a_killed_process_were() {
+    let place = Place::with_plan();
+    let mut within = 0;
+    for round in 0..12 {
+        let run = begin(&place, &LONG);
+        plays(&place, &run, 5 + 7 * round);
+        std::thread::sleep(Duration::from_micros(617 * round));
+        signal(&run, Signal::KILL);
+        let pid = run.id();
+        run.wait_with_output().unwrap();
+        let doctor = ["doctor", "plan.json", "run.records"];
+        let json = place.run(&[&doctor[..], &["--json"]].concat()).expect(0);
+        let json = json.json();
+        let ranks = json["ranks"].as_array().unwrap();
+        assert_eq!(ranks.len(), RANKS as usize, "{json}");
+        for rank in ranks {
+            assert_eq!(rank["pid"], pid, "{json}");
+            assert_eq!(rank["process"], "gone", "{json}");
+            assert!(rank["step"].as_u64().unwrap() >= 5, "{json}");
+        }
+        // Nobody is accused of what befell all.
+        assert_eq!(json["culprits"], serde_json::json!([]), "{json}");
+        let words = support::flat(&place.run(&doctor).expect(0).out);
+        let is_within = words.contains("ended within a step");
+        within += usize::from(is_within && words.contains(", instruction "));
+    }
+    assert!(within > 0, "no rank was ever in an instruction");
+}
+
+#[test]
+fn a_run_of_threads_leaves_no_record_where_it_ends_well() {
+    let place = Place::with_plan();
+    let few = ["run", "plan.json", "--data", "text.txt", "--steps", "3"];
+    let few = [&few[..], &["-o", "run.json"]].concat();
+    place.run(&few).expect(0);
+    assert!(!place.exists("run.records"));
+    // Interrupted in order, too.
+    let run = begin(&place, &LONG);
+    plays(&place, &run, 3);
+    signal(&run, Signal::INT);
+    let output = run.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130), "{}", said(&output));
+    assert!(!place.exists("run.records"));
+    // Those of a run that was killed go with the next one.
+    let run = begin(&place, &LONG);
+    plays(&place, &run, 3);
+    signal(&run, Signal::KILL);
+    run.wait_with_output().unwrap();
+    assert!(place.exists("run.records/rank-3.record"));
+    place.run(&few).expect(0);
+    assert!(!place.exists("run.records"));
+    // Where no folder can be made there are none.
+    place.write("run.records", "a file");
+    let done = place.run(&few).expect(0);
+    let words = support::flat(&done.err);
+    assert!(words.contains("warning: no records of ranks"), "{words}");
+    assert_eq!(place.read("run.records"), b"a file");
+}
+
+/// To say where it is costs a rank no call of the system: nothing that hangs there holds it up.
+#[test]
+fn records_are_no_writes() {
+    let place = Place::with_plan();
+    let library = faults(&place);
+    let calls = |steps: &str, more: &[&str]| {
+        let log = place.path("calls");
+        let _ = std::fs::remove_file(&log);
+        let args = ["run", "plan.json", "--data", "text.txt", "--steps", steps];
+        let variables = [
+            ("LD_PRELOAD", library.to_str().unwrap()),
+            ("FAULT_IN", "run.records"),
+            ("FAULT_LOG", log.to_str().unwrap()),
+        ];
+        let args = [&args[..], &["-o", "run.json"], more].concat();
+        place.run_with(&args, &variables).expect(0);
+        std::fs::read_to_string(log).unwrap()
+    };
+    for more in [&[][..], &["--processes"]] {
+        let of_some = calls("2", more);
+        assert!(of_some.contains('w'), "{of_some}");
+        let sorted = |calls: String| {
+            let mut calls: Vec<char> = calls.chars().collect();
+            calls.sort_unstable();
+            calls
+        };
+        assert_eq!(sorted(calls("60", more)), sorted(of_some));
+    }
+}
+
+/// On a full disk a run goes on without, unless somebody has asked for them.
+#[test]
+fn records_that_cannot_be_written_end_no_run() {
+    let place = Place::with_plan();
+    let library = faults(&place);
+    let full = [
+        ("LD_PRELOAD", library.to_str().unwrap()),
+        ("FAULT_IN", ".record"),
+        ("FAULT_KINDS", "w"),
+        ("FAULT_AT", "1"),
+        ("FAULT_ERRNO", "28"),
+    ];
+    let few = ["run", "plan.json", "--data", "text.txt", "--steps", "3"];
+    let few = [&few[..], &["-o", "run.json"]].concat();
+    place.run_with(&few, &full).expect(0);
+    assert!(!place.exists("run.records"));
+    let asked = [&few[..], &["--record", "mine"]].concat();
+    place
+        .run_with(&asked, &full)
+        .expect(3)
+        .says(&[".record", "No space left"]);
+}
+
+/// What a store to a mapped file meets then would end the process.
+#[test]
+fn records_that_somebody_shortens_end_no_run() {
+    let place = Place::with_plan();
+    for more in [&[][..], &["--processes"]] {
+        let run = begin(&place, &[&LONG[..], more].concat());
+        plays(&place, &run, 3);
+        for rank in 0..RANKS {
+            place.write(&format!("run.records/rank-{rank}.record"), "");
+        }
+        std::thread::sleep(Duration::from_millis(300));
+        signal(&run, Signal::INT);
+        let output = run.wait_with_output().unwrap();
+        let words = said(&output);
+        assert_eq!(output.status.code(), Some(130), "{words}");
+        let json: Value = serde_json::from_slice(&place.read("run.json")).unwrap();
+        assert!(json["steps"].as_array().unwrap().len() > 3, "{words}");
+        // They are files of nobody's now.
+        std::fs::remove_dir_all(place.path("run.records")).unwrap();
+    }
+}

@@ -1,0 +1,127 @@
+use super::{Record, at, mapped};
+use ir::Rank;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+fn begun(folder: &Path) -> (Record, PathBuf) {
+    let record = Record::create(folder, "a plan", Rank(3)).unwrap();
+    (record, folder.join("rank-3.record"))
+}
+
+/// What says where a rank is: steps begun, the step, instructions begun and done.
+fn place(path: &Path) -> (u64, u64, u64, u64) {
+    let seen = at(path).unwrap().expect("it is a record");
+    assert_eq!((seen.rank, &*seen.plan), (Rank(3), "a plan"));
+    (seen.plays, seen.step, seen.begun, seen.done)
+}
+
+#[test]
+fn a_record_says_where_the_rank_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let (mut record, path) = begun(folder.path());
+    assert_eq!(place(&path), (0, 0, 0, 0));
+    record.play(true, 7);
+    assert_eq!(place(&path), (1, 7, 0, 0));
+    record.begin();
+    record.begin();
+    assert_eq!(place(&path), (1, 7, 2, 1));
+    record.with(2);
+    record.rests();
+    assert_eq!(place(&path), (1, 7, 4, 4));
+    drop(record);
+    assert_eq!(place(&path), (1, 7, 4, 4));
+    assert_eq!(std::fs::read(&path).unwrap().len(), mapped::LEN);
+}
+
+/// Whichever stores a process came to before it was killed: the rank is where it was before them, or
+/// after.
+#[test]
+fn a_kill_between_two_stores_leaves_a_place() {
+    let folder = tempfile::tempdir().unwrap();
+    let (mut record, path) = begun(folder.path());
+    let mut before = std::fs::read(&path).unwrap();
+    for n in 0..4 {
+        let was = place(&path);
+        match n {
+            0 => record.play(true, 9),
+            _ => record.begin(),
+        }
+        let (is, after) = (place(&path), std::fs::read(&path).unwrap());
+        assert_ne!(was, is);
+        let killed = folder.path().join("killed.record");
+        let words = before.chunks_exact(8).zip(after.chunks_exact(8));
+        let changed = words.enumerate().filter(|(_, (a, b))| a != b);
+        let changed: Vec<usize> = changed.map(|(i, _)| 8 * i).collect();
+        for some in 0..=changed.len() {
+            let mut bytes = before.clone();
+            for &word in &changed[..some] {
+                bytes[word..word + 8].copy_from_slice(&after[word..word + 8]);
+            }
+            std::fs::write(&killed, bytes).unwrap();
+            let expected = if some == changed.len() { is } else { was };
+            assert_eq!(place(&killed), expected, "{some} of {changed:?}");
+        }
+        before = after;
+    }
+}
+
+#[test]
+fn the_record_of_a_rank_that_works_can_be_read_at_any_time() {
+    let folder = tempfile::tempdir().unwrap();
+    let (mut record, path) = begun(folder.path());
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for step in 0.. {
+                record.play(true, step);
+                (0..5).for_each(|_| record.begin());
+                record.rests();
+                if is_over.load(Ordering::Relaxed) {
+                    break;
+                }
+            }
+        });
+        let mut last = 0;
+        for _ in 0..20_000 {
+            let (plays, step, begun, done) = place(&path);
+            assert!(plays >= last && (plays == 0 || plays == step + 1));
+            assert!(begun <= 5 && (begun == done || begun == done + 1));
+            last = plays;
+        }
+        is_over.store(true, Ordering::Relaxed);
+    });
+}
+
+/// Nor does one that is removed, or of another run that has begun its own meanwhile.
+#[test]
+fn a_file_that_is_shortened_ends_no_rank() {
+    let folder = tempfile::tempdir().unwrap();
+    let (mut record, path) = begun(folder.path());
+    record.play(true, 0);
+    std::fs::write(&path, "").unwrap();
+    for _ in 0..3 {
+        record.begin();
+    }
+    // The signals of other files are taken as well.
+    let (mut second, path) = begun(folder.path());
+    second.play(true, 4);
+    assert_eq!(place(&path), (1, 4, 0, 0));
+    record.begin();
+    std::fs::write(&path, "short").unwrap();
+    second.begin();
+    drop(second);
+    let (mut third, path) = begun(folder.path());
+    third.play(false, 5);
+    record.rests();
+    assert_eq!(place(&path), (1, 5, 0, 0));
+    std::fs::remove_file(&path).unwrap();
+    third.begin();
+}
+
+#[test]
+fn a_folder_that_is_not_there_is_said() {
+    let folder = tempfile::tempdir().unwrap();
+    let none = folder.path().join("none");
+    let error = Record::create(&none, "a plan", Rank(3)).unwrap_err();
+    assert!(error.to_string().contains("none/rank-3.record"), "{error}");
+}
