@@ -8,7 +8,7 @@ use signal_hook::iterator::Signals;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 /// How far apart two interrupts are at least.
@@ -95,6 +95,8 @@ pub struct Interrupts(Arc<Heeded>);
 struct Heeded {
     phase: Mutex<Phase>,
     is_asked: Arc<AtomicBool>,
+    /// How whoever ends the run is told, where that is another process.
+    tells: OnceLock<Box<dyn Fn() + Send + Sync>>,
     /// In the order in which it was made.
     made: Mutex<Vec<Made>>,
 }
@@ -147,6 +149,7 @@ impl Interrupts {
         let interrupts = Interrupts(Arc::new(Heeded {
             phase: Mutex::new(phase),
             is_asked: Arc::default(),
+            tells: OnceLock::new(),
             made: Mutex::default(),
         }));
         let heeded = interrupts.clone();
@@ -190,7 +193,13 @@ impl Interrupts {
                     say_last(ending(doing));
                 }
             }
-            (_, Some(_)) | (Phase::IsOthers, None) => {}
+            (Phase::IsOthers, None) => {
+                self.0.is_asked.store(true, Ordering::Relaxed);
+                if let Some(tell) = self.0.tells.get() {
+                    tell();
+                }
+            }
+            (_, Some(_)) => {}
         }
     }
 
@@ -222,8 +231,10 @@ impl Interrupts {
         *lock(&self.0.phase) = Phase::Ends(doing);
         Arc::clone(&self.0.is_asked)
     }
-    /// Leaves the first interrupt to another process. The second one ends this one.
-    pub fn leave_to_others(&self) {
+    /// Leaves the first interrupt to another process, which `tell` tells of it: only this one may
+    /// have been interrupted, as where its host is to be emptied. The second one ends this one.
+    pub fn leave_to_others(&self, tell: impl Fn() + Send + Sync + 'static) {
+        let _ = self.0.tells.set(Box::new(tell));
         *lock(&self.0.phase) = Phase::IsOthers;
     }
     /// Whether somebody has asked the run to end.

@@ -436,6 +436,37 @@ fn full_and_read_only_file_systems_end_no_run() {
     assert!(out.contains(": whole, step "), "{out}{err}");
 }
 
+/// A disk with room for the two checkpoints that stay, and not for the one that is written beside
+/// them: the older one goes, as it is in the way.
+#[test]
+fn old_checkpoints_make_room_for_new_ones() {
+    if !may_mount() {
+        return;
+    }
+    let place = two_ranks();
+    let script = r#"
+        "$1" run plan.json --data text.txt --steps 1 --checkpoint one -o run.json || exit 98
+        mkdir state
+        size=$(du -sk one/0001-step-1 | cut -f1)
+        mount -t tmpfs -o size=$((size * 27 / 10))k tmpfs state || exit 99
+        "$1" run plan.json --data text.txt --steps 20 --checkpoint state --checkpoint-every 5 \
+            -o run.json
+        echo "code $?"
+        ls state
+        "$1" run plan.json --data text.txt --steps 1 --checkpoint state --resume state \
+            -o run.json
+        echo "code $?"
+        ls state
+    "#;
+    let output = with_mounts(&place, script);
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), said(&output));
+    assert_eq!(out.matches("code 0").count(), 2, "{out}{err}");
+    assert!(err.contains("No space left on device"), "{err}");
+    let (first, second) = out.split_at(out.rfind("code 0").unwrap());
+    assert!(first.contains("-step-20\n"), "{out}{err}");
+    assert!(second.contains("-step-21\n"), "{out}{err}");
+}
+
 /// Runs that go on from the folder of one that goes on, and write to it too.
 #[test]
 fn runs_share_a_folder_of_checkpoints() {

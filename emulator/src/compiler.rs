@@ -10,7 +10,9 @@
 use crate::driver::IMAGE;
 use std::collections::hash_map::DefaultHasher;
 use std::ffi::{CStr, c_char, c_int};
+use std::fs::DirBuilder;
 use std::hash::{Hash, Hasher};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -35,7 +37,7 @@ pub struct Program {
 /// Compiles a source to a shared object, and returns its path. The error is the compiler's log.
 pub fn compile(source: &str, options: &[String]) -> Result<PathBuf, String> {
     let folder = cache();
-    std::fs::create_dir_all(&folder).map_err(|e| format!("{}: {e}", folder.display()))?;
+    own_folder(&folder).map_err(|e| format!("{}: {e}", folder.display()))?;
     let mut hasher = DefaultHasher::new();
     (HEADER, source, options).hash(&mut hasher);
     let name = format!("{:016x}", hasher.finish());
@@ -59,6 +61,23 @@ pub fn compile(source: &str, options: &[String]) -> Result<PathBuf, String> {
     compiled?;
     std::fs::rename(&made, &done).map_err(|e| format!("{}: {e}", done.display()))?;
     Ok(done)
+}
+
+/// Makes a folder that nobody else can write to. Fails where there is one that others own or can
+/// write to: what lies in it is loaded as code.
+fn own_folder(folder: &Path) -> std::io::Result<()> {
+    let mut made = DirBuilder::new();
+    made.recursive(true).mode(0o700).create(folder)?;
+    let found = std::fs::symlink_metadata(folder)?;
+    // SAFETY: it asks for a number.
+    let user = unsafe { libc::geteuid() };
+    let is_ours = found.is_dir() && found.uid() == user && found.mode() & 0o022 == 0;
+    match is_ours {
+        true => Ok(()),
+        false => Err(std::io::Error::other(
+            "others can write to it; remove it, or name another folder in MESHWRIGHT_EMULATOR_CACHE",
+        )),
+    }
 }
 
 fn run_compiler(file: &Path, made: &Path, options: &[String]) -> Result<(), String> {
@@ -88,7 +107,7 @@ fn cache() -> PathBuf {
     let named = std::env::var_os("MESHWRIGHT_EMULATOR_CACHE").map(PathBuf::from);
     named.unwrap_or_else(|| {
         // SAFETY: it asks for a number.
-        let user = unsafe { libc::getuid() };
+        let user = unsafe { libc::geteuid() };
         std::env::temp_dir().join(format!("meshwright-emulator-{user}"))
     })
 }

@@ -45,7 +45,7 @@ use runtime::device::cuda::{Matmuls, Multiplier};
 use runtime::device::{Backend, cuda};
 use runtime::execute::{Session, SessionOptions, StateRequest};
 use runtime::measure::EMULATED_GPU;
-use runtime::processes::Processes;
+use runtime::processes::{Processes, Reason};
 use runtime::record;
 use runtime::schedule::{Decay, LrSchedule};
 use runtime::stragglers::Finding;
@@ -142,6 +142,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         record::clear(folder)?;
     }
     let first = resume.as_ref().map_or(0, |c| c.step());
+    warn_of_further(args, first);
     if held.is_none() {
         held = lock::held(args, (&setting, &interrupts), true)?;
         // Another one may have begun the run meanwhile.
@@ -175,7 +176,9 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         gathered => gathered?,
     };
     let processes = company.as_ref().map(|c| Arc::clone(&c.processes));
-    processes.iter().for_each(|p| launcher.knows(p));
+    processes
+        .iter()
+        .for_each(|p| launcher.knows(p, &interrupts));
     let mut so_far = SoFar {
         first,
         done: first,
@@ -233,6 +236,9 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         }
         (Err((e, words)), _) => return Err(failure_of(e, words)),
     };
+    if (measurement.steps.len() as u64) < args.steps {
+        session.is_interrupted();
+    }
     // All steps were made before: what is left is what the run was to write at its end.
     let is_end = args.continued.is_some() && args.steps == 0;
     if measurement.steps.is_empty() && !is_end {
@@ -373,9 +379,14 @@ fn serve(
         let what = "a process with a number above 0 is not alone";
         return Err(Failure::new(Exit::Internal, what));
     };
-    launcher.knows(&company.processes);
+    launcher.knows(&company.processes, interrupts);
     // Process 0 ends the run, and with it this process.
-    interrupts.leave_to_others();
+    let ending = launcher.ending();
+    interrupts.leave_to_others(move || {
+        if let Some(ending) = ending.get() {
+            ending.ask(Reason::Interrupted);
+        }
+    });
     let spec = &loaded.plan.train;
     let options = SessionOptions {
         watchdog: Duration::from_secs(args.time_out),
@@ -403,7 +414,7 @@ fn serve(
     };
     let served = runtime::processes::serve(&loaded.program, spec, options);
     match &served {
-        Ok(()) => unasked.into_iter().for_each(Unasked::end),
+        Ok(_) => unasked.into_iter().for_each(Unasked::end),
         Err(e) => records::without_first(args.record.as_deref(), e),
     }
     // Without process 0 nobody else says where it was.
@@ -427,7 +438,9 @@ fn serve(
             std::process::exit(Exit::RunFailed as i32)
         }
         Err((e, words)) => Err(records::failure(args, e, words)),
-        Ok(()) => Ok(()),
+        // Process 0 has said so. Whoever starts processes again has to see it in each of them.
+        Ok(true) => std::process::exit(Exit::Interrupted as i32),
+        Ok(false) => Ok(()),
     }
 }
 
@@ -607,6 +620,23 @@ fn of_gpus(
         *needed = needed.saturating_add(bytes);
     }
     all
+}
+
+/// Warns where the run is to write checkpoints beside those of a run that came further.
+fn warn_of_further(args: &RunArgs, first: u64) {
+    let Some(folder) = &args.checkpoint else {
+        return;
+    };
+    let all = runtime::checkpoint::numbered(folder).into_iter();
+    let furthest = all
+        .filter_map(|(_, path)| runtime::checkpoint::step_of(&path))
+        .max();
+    if let Some(step) = furthest.filter(|&step| step > first) {
+        let folder = folder.display();
+        crate::say(format_args!(
+            "warning: {folder} has a checkpoint of step {step}, and this run begins at step {first}. Checkpoints of later steps stay until this run has come as far. To go on from the newest one give --resume {folder}, or --elastic."
+        ));
+    }
 }
 
 /// Whether devices of the kind that the plan was made for run it; an emulated GPU is none of them.

@@ -154,3 +154,70 @@ fn a_run_ends_in_order_when_the_launcher_of_others_is_killed() {
         .for_each(|e| assert!(words.contains(e), "{words}"));
     place.run(&["checkpoint", "verify", "state"]).expect(0);
 }
+
+/// As where one host is to be emptied: its processes alone are interrupted. All say by their exit code
+/// that the run was interrupted, so that whoever starts processes again does so for all of them.
+#[test]
+fn a_run_ends_in_order_when_one_of_its_processes_is_interrupted() {
+    for signal in ["-TERM", "-USR1"] {
+        let place = Place::with_plan();
+        let one = |rank: &str| {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_meshwright"));
+            command
+                .args([&RUN[..], &LONG, &["--record", "records"]].concat())
+                .current_dir(place.path("."))
+                .env("TMPDIR", place.path("."))
+                .env_remove("XDG_RUNTIME_DIR")
+                .envs([
+                    ("RANK", rank),
+                    ("WORLD_SIZE", "2"),
+                    ("LOCAL_WORLD_SIZE", "2"),
+                ])
+                .stdout(Stdio::piped())
+                .stderr(Stdio::piped());
+            command.begin().unwrap()
+        };
+        let both = ["0", "1"].map(one);
+        send(signal, process_of(&place, 3));
+        let both = both.map(|process| process.wait_with_output().unwrap());
+        let codes = [0, 1].map(|i| both[i].status.code());
+        let words = said(&both[0]);
+        assert_eq!(
+            codes,
+            [Some(130); 2],
+            "{signal}: {words} {}",
+            said(&both[1])
+        );
+        let expected = ["process 1 was interrupted", "interrupted after"];
+        for expected in expected {
+            assert!(words.contains(expected), "{signal}: {words}");
+        }
+        place.run(&["checkpoint", "verify", "state"]).expect(0);
+    }
+}
+
+/// Each task of a launcher would train by itself, into the same files.
+#[test]
+fn tasks_of_a_launcher_start_no_processes() {
+    let place = Place::with_plan();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_meshwright"));
+    let output = command
+        .args(
+            [
+                &RUN[..],
+                &["--steps", "1", "--processes=2", "-o", "run.json"],
+            ]
+            .concat(),
+        )
+        .current_dir(place.path("."))
+        .envs([
+            ("RANK", "0"),
+            ("WORLD_SIZE", "2"),
+            ("LOCAL_WORLD_SIZE", "2"),
+        ])
+        .output()
+        .unwrap();
+    let words = said(&output);
+    assert_eq!(output.status.code(), Some(2), "{words}");
+    assert!(words.contains("one of 2 that torchrun started"), "{words}");
+}

@@ -10,6 +10,7 @@
 //! when all of it is on the disk, and until then nothing has changed. One is written at a time, so the
 //! copies take at most the bytes of one checkpoint, over all ranks together.
 
+use super::retention::make_room;
 use super::shard::Shard;
 use super::{Origin, Whole, commit, problem};
 use crate::error::RuntimeError;
@@ -120,7 +121,18 @@ impl Background {
         };
         let step = begun.origin.step;
         match session.end_shards() {
-            Err(e) => Some(Ended { step, path: Err(e) }),
+            Err(e) => {
+                let Begun {
+                    folder,
+                    unfinished,
+                    whole,
+                    ..
+                } = *begun;
+                drop(unfinished);
+                // The next one is to have room.
+                make_room(&folder, &whole);
+                Some(Ended { step, path: Err(e) })
+            }
             Ok(shards) => {
                 let thread = std::thread::spawn(move || begun.commit(shards));
                 self.0 = Stage::Committing(step, thread);

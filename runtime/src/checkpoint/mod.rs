@@ -30,7 +30,8 @@ pub use background::{Background, Ended};
 pub use left::{Leaving, forget, is_left, salvage};
 pub use manifest::{Origin, restamped};
 pub(crate) use retention::Whole;
-use retention::{prune, remove};
+pub use retention::step_of;
+use retention::{make_room, prune, remove};
 pub(crate) use shard::Shard;
 pub(crate) use shard::write as write_shard;
 pub(crate) use share::{Lost, shares, shares_of};
@@ -126,6 +127,26 @@ pub fn save_keeping(
     session: &mut Session,
     plan: &str,
     model: &str,
+) -> Result<PathBuf, RuntimeError> {
+    match save_once(kept, folder, session, (plan, model)) {
+        // Its files are gone again, and so may be those of older ones that nobody needs.
+        Err(e) if !is_loss(&e) && make_room(folder, &session.whole()) => {
+            save_once(kept, folder, session, (plan, model))
+        }
+        saved => saved,
+    }
+}
+
+/// Whether ranks were lost, so that nothing can be written again.
+fn is_loss(e: &RuntimeError) -> bool {
+    e.is_watchdog() || matches!(e, RuntimeError::Gone { .. })
+}
+
+fn save_once(
+    kept: usize,
+    folder: &Path,
+    session: &mut Session,
+    (plan, model): (&str, &str),
 ) -> Result<PathBuf, RuntimeError> {
     let error = |e: std::io::Error| problem(folder, format!("cannot write a checkpoint: {e}"));
     let unfinished = Unfinished::folder(folder).map_err(error)?;

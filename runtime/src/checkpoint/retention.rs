@@ -35,19 +35,61 @@ impl Whole {
 }
 
 /// Has all checkpoints go that are older than the newest `kept` whole ones, at least one. Damaged
-/// ones do not count. So the newest one that is whole never goes.
+/// ones do not count. So the newest one that is whole never goes. Nor do those of a step that the
+/// newest has not reached: a run that was begun again, and does not go on from them, would be all
+/// that is left of what they have.
 pub(super) fn prune(folder: &Path, kept: usize, whole: &Whole) {
     if kept == usize::MAX {
         return;
     }
     let mut n = 0;
-    for (_, path) in numbered(folder).into_iter().rev() {
+    let all = numbered(folder);
+    let reached = all.last().and_then(|(_, path)| step_of(path));
+    for (_, path) in all.into_iter().rev() {
+        if step_of(&path) > reached {
+            continue;
+        }
         if n >= kept.max(1) {
             remove(folder, &path);
         } else if whole.has(&path) {
             n += 1;
         }
     }
+}
+
+/// The step of a checkpoint, as its name has it.
+pub fn step_of(path: &Path) -> Option<u64> {
+    let name = path.file_name()?.to_str()?;
+    name.rsplit_once("-step-")?.1.parse().ok()
+}
+
+/// Has all but the newest whole checkpoint go where the disk has no room for another one as large.
+/// Whether any did.
+pub(super) fn make_room(folder: &Path, whole: &Whole) -> bool {
+    let all = numbered(folder);
+    let newest = all.iter().rev().find(|(_, path)| whole.has(path));
+    let Some((newest, path)) = newest else {
+        return false;
+    };
+    let Ok(free) = rustix::fs::statvfs(folder) else {
+        return false;
+    };
+    let free = free.f_bavail.saturating_mul(free.f_frsize);
+    let older: Vec<&PathBuf> = (all.iter())
+        .filter_map(|(n, path)| (n < newest).then_some(path))
+        .collect();
+    if older.is_empty() || free >= bytes_of(path) {
+        return false;
+    }
+    older.iter().for_each(|path| remove(folder, path));
+    true
+}
+
+/// Bytes of the files of a checkpoint.
+fn bytes_of(path: &Path) -> u64 {
+    let files = std::fs::read_dir(path).into_iter().flatten().flatten();
+    let sizes = files.filter_map(|file| Some(file.metadata().ok()?.len()));
+    sizes.sum()
 }
 
 /// Has a checkpoint go. One that cannot be removed is in nobody's way. It goes under another name, so

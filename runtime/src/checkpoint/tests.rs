@@ -296,6 +296,37 @@ fn the_newest_that_is_whole_is_found() {
     assert!(find(&newest.join("manifest.json")).is_ok());
 }
 
+/// A run that was begun again in the folder of one that came further.
+#[test]
+fn what_came_further_stays_until_it_is_reached() {
+    let dir = tempfile::tempdir().unwrap();
+    let full = random(5, 12);
+    let make = |name: &str| write(dir.path(), name, &full, &split(&[4, 3], 0, 2));
+    let left = || -> Vec<String> {
+        let all = numbered(dir.path()).into_iter();
+        all.map(|(_, p)| p.file_name().unwrap().to_str().unwrap().to_string())
+            .collect()
+    };
+    let before = ["0004-step-40", "0005-step-50"];
+    for name in before
+        .into_iter()
+        .chain(["0006-step-10", "0007-step-20", "0008-step-30"])
+    {
+        make(name);
+    }
+    prune(dir.path(), 2, &Whole::default());
+    assert_eq!(
+        left(),
+        [before[0], before[1], "0007-step-20", "0008-step-30"]
+    );
+    make("0009-step-40");
+    prune(dir.path(), 2, &Whole::default());
+    assert_eq!(left(), [before[1], "0008-step-30", "0009-step-40"]);
+    make("0010-step-50");
+    prune(dir.path(), 2, &Whole::default());
+    assert_eq!(left(), ["0009-step-40", "0010-step-50"]);
+}
+
 #[test]
 fn a_manifest_that_is_another_is_refused() {
     let dir = tempfile::tempdir().unwrap();

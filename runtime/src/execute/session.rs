@@ -549,6 +549,10 @@ impl Session {
     pub(crate) fn pulse(&self) -> Option<Arc<Pulse>> {
         self.pulse.clone()
     }
+    /// Has the other processes know that the run ends before its last step.
+    pub fn is_interrupted(&mut self) {
+        self.workers.iter_mut().for_each(|w| w.is_interrupted());
+    }
     /// Ends the run with an error.
     pub(crate) fn fail(&mut self, error: &str) {
         self.ended.get_or_insert_with(|| error.into());

@@ -33,6 +33,8 @@ pub(crate) trait Link: Send {
     fn silent(&self, rank: Rank) -> Option<RuntimeError>;
     /// The run has failed: ranks elsewhere are told when it ends.
     fn fail(&mut self, _: &str) {}
+    /// The run ends before its last step: ranks elsewhere are told when it does.
+    fn is_interrupted(&mut self) {}
 }
 
 /// Takes a rank's answers; false once nobody wants them.
@@ -140,6 +142,7 @@ pub(crate) struct Remote {
     processes: Arc<Processes>,
     process: usize,
     failed: Option<String>,
+    is_interrupted: bool,
     answers: BTreeMap<Rank, Receiver<Answer>>,
 }
 
@@ -154,6 +157,7 @@ impl Remote {
             processes,
             process,
             failed: None,
+            is_interrupted: false,
             answers,
         }
     }
@@ -178,6 +182,9 @@ impl Link for Remote {
     fn fail(&mut self, error: &str) {
         self.failed = Some(error.into());
     }
+    fn is_interrupted(&mut self) {
+        self.is_interrupted = true;
+    }
     fn silent(&self, rank: Rank) -> Option<RuntimeError> {
         Some(self.processes.silent(self.process, rank))
     }
@@ -185,8 +192,10 @@ impl Link for Remote {
 
 impl Drop for Remote {
     fn drop(&mut self) {
-        let failed = self.failed.take();
-        let head = Head::Over { failed };
+        let head = Head::Over {
+            failed: self.failed.take(),
+            is_interrupted: self.is_interrupted,
+        };
         self.send(Letter { head, body: None });
     }
 }

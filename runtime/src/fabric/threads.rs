@@ -264,7 +264,7 @@ impl World {
             | Head::Answer { .. }
             | Head::Over { .. }
             | Head::Alive
-            | Head::Orphaned => {}
+            | Head::ToEnd(_) => {}
         }
     }
     fn contribution(

@@ -93,11 +93,22 @@ pub(crate) enum Head {
     Over {
         /// Its error, where it failed.
         failed: Option<String>,
+        /// Whether it was interrupted.
+        is_interrupted: bool,
     },
     /// The coordinator goes on, though it may ask for nothing yet.
     Alive,
-    /// The launcher of a process has ended: the coordinator is to end the run in order.
+    /// The coordinator is to end the run in order.
+    ToEnd(Reason),
+}
+
+/// The reason for which a process asks the coordinator to end the run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Reason {
+    /// Its launcher has ended: nobody else would end it.
     Orphaned,
+    /// It was interrupted, as where its host is to be emptied.
+    Interrupted,
 }
 
 /// Which bytes of a block a message carries.

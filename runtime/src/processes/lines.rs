@@ -2,7 +2,7 @@
 //! what is to be sent and one that takes in what comes, so that two processes that send each other
 //! more than the system buffers do not wait for each other.
 
-use super::frame::{self, Head, Letter};
+use super::frame::{self, Head, Letter, Reason};
 use super::rendezvous::{Place, Who};
 use crate::error::RuntimeError;
 use crate::execute::message::{Answer, Request};
@@ -92,8 +92,8 @@ pub(crate) enum Inbox {
 pub(crate) enum Asked {
     /// Something of a rank.
     Rank(Rank, Box<Request>),
-    /// To end; with the run's error where it failed.
-    Over(Option<String>),
+    /// To end; with the run's error where it failed, and whether it was interrupted.
+    Over(Option<String>, bool),
     /// Nothing: it goes on.
     Nothing,
 }
@@ -116,8 +116,8 @@ struct Desk {
     fates: Mutex<BTreeMap<usize, String>>,
     /// Whether anybody notes that.
     is_watched: Mutex<bool>,
-    /// The first one that said that its launcher has ended.
-    orphan: Mutex<Option<usize>>,
+    /// The first one that asked for the end of the run, and why.
+    to_end: Mutex<Option<(usize, Reason)>>,
     /// Failures of the connections to them.
     breaks: Mutex<BTreeMap<usize, String>>,
 }
@@ -250,9 +250,9 @@ impl Processes {
     pub fn ended(&self, process: usize, how: impl Into<String>) {
         lock(&self.desk.fates).insert(process, how.into());
     }
-    /// The way to speak of launchers, which may outlive these.
-    pub fn launchers(&self) -> Launchers {
-        Launchers {
+    /// The way to ask for the end of the run, which may outlive these.
+    pub fn ending(&self) -> Ending {
+        Ending {
             lines: Arc::clone(&self.lines),
             desk: Arc::clone(&self.desk),
         }
@@ -331,22 +331,21 @@ impl Processes {
     }
 }
 
-/// The way on which the processes of a run tell process 0 that their launcher has ended.
-pub struct Launchers {
+/// The way on which the processes of a run ask process 0 to end it.
+pub struct Ending {
     lines: Arc<Lines>,
     desk: Arc<Desk>,
 }
 
-impl Launchers {
-    /// Says to process 0 that the launcher of this process has ended: nobody else would end it, so
-    /// the run is to end in order.
-    pub fn have_ended(&self) {
-        let (head, body) = (Head::Orphaned, None);
+impl Ending {
+    /// Asks process 0 to end the run in order.
+    pub fn ask(&self, reason: Reason) {
+        let (head, body) = (Head::ToEnd(reason), None);
         self.lines.send(0, Letter { head, body });
     }
-    /// The first process that said so.
-    pub fn orphan(&self) -> Option<usize> {
-        *lock(&self.desk.orphan)
+    /// The first process that asked, and why.
+    pub fn asked(&self) -> Option<(usize, Reason)> {
+        *lock(&self.desk.to_end)
     }
 }
 
@@ -395,8 +394,8 @@ fn read(desk: &Desk, process: usize, stream: Box<dyn Read + Send>) {
     let mut from = BufReader::with_capacity(READ_AHEAD, stream);
     let how = loop {
         match frame::read(&mut from) {
-            Ok(Some((Head::Orphaned, _))) => {
-                lock(&desk.orphan).get_or_insert(process);
+            Ok(Some((Head::ToEnd(reason), _))) => {
+                lock(&desk.to_end).get_or_insert((process, reason));
             }
             Ok(Some((head, block))) => take(&attached, head, block),
             Ok(None) => break None,
@@ -423,8 +422,14 @@ fn take(attached: &Attached, head: Head, block: crate::arena::Bytes) {
         (Head::Request { rank, request, .. }, Some(Inbox::Requests(asked))) => {
             let _ = asked.send(Asked::Rank(rank, Box::new(request)));
         }
-        (Head::Over { failed }, Some(Inbox::Requests(asked))) => {
-            let _ = asked.send(Asked::Over(failed));
+        (
+            Head::Over {
+                failed,
+                is_interrupted,
+            },
+            Some(Inbox::Requests(asked)),
+        ) => {
+            let _ = asked.send(Asked::Over(failed, is_interrupted));
         }
         (Head::Alive, Some(Inbox::Requests(asked))) => {
             let _ = asked.send(Asked::Nothing);

@@ -26,7 +26,7 @@ const LAST_WORDS: Duration = Duration::from_secs(3);
 type Here = Arc<Mutex<Option<Sender<(Rank, Reply)>>>>;
 
 /// Does what process 0 asks of this process' ranks until that one has no more requests. Program,
-/// spec and options are those of the session there.
+/// spec and options are those of the session there. Returns whether the run was interrupted.
 ///
 /// Fails as [`Session::new`](crate::execute::Session::new) does, where the options name no
 /// processes, and when process 0 is gone, or ends a run that failed. What fails on a rank is an
@@ -35,7 +35,7 @@ pub fn serve(
     program: &Program,
     spec: &TrainSpec,
     options: SessionOptions,
-) -> Result<(), RuntimeError> {
+) -> Result<bool, RuntimeError> {
     let (watchdog, leaves) = (options.watchdog, options.leaves.clone());
     let data = options.data.clone();
     let Some(processes) = options.processes.clone() else {
@@ -117,8 +117,8 @@ pub fn serve(
                 }
                 crew.tell(rank, request);
             }
-            Ok(Asked::Over(None)) => return Ok(()),
-            Ok(Asked::Over(Some(error))) => return Err(RuntimeError::EndedByFirst(error)),
+            Ok(Asked::Over(None, is_interrupted)) => return Ok(is_interrupted),
+            Ok(Asked::Over(Some(error), _)) => return Err(RuntimeError::EndedByFirst(error)),
             // Process 0 ends a run once a rank has failed.
             Err(RecvTimeoutError::Timeout) => {
                 let failed = *failed.lock().unwrap_or_else(PoisonError::into_inner);

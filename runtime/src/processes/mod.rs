@@ -36,8 +36,9 @@ mod suite;
 #[cfg(test)]
 pub(crate) mod tests;
 
+pub use frame::Reason;
 pub use handshake::{Token, TokenError};
-pub use lines::{Launchers, Processes};
+pub use lines::{Ending, Processes};
 pub use member::serve;
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;

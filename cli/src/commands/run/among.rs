@@ -55,7 +55,21 @@ pub fn setting(args: &RunArgs) -> Result<Setting, Failure> {
     if let Some(place) = args.as_process {
         return Ok(Setting::Started(place));
     }
+    let env = |name: &str| std::env::var(name).ok();
     if let Some(n) = args.processes {
+        // Each task would train by itself, into the same files.
+        if n != 1
+            && let Ok(Some(launched)) = launcher::launched(&env)
+        {
+            let (of, by) = (launched.place.of, launched.by);
+            let what = format!(
+                "--processes starts processes of its own, and this is one of {of} that {by} started"
+            );
+            let help = format!(
+                "leave --processes out: the {of} processes share the ranks; or have {by} start one"
+            );
+            return Err(Failure::new(Exit::Usage, what).help(help));
+        }
         return Ok(match n {
             1 => Setting::Alone,
             0 => Setting::Starts(None),
@@ -68,7 +82,6 @@ pub fn setting(args: &RunArgs) -> Result<Setting, Failure> {
     if args.mpi {
         return mpi();
     }
-    let env = |name: &str| std::env::var(name).ok();
     let Some(launched) = launcher::launched(&env)? else {
         // A launcher that has one host left gives the flags that it gave for several.
         if launcher::is_there(&env) {

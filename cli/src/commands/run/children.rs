@@ -168,7 +168,8 @@ impl Children {
                 std::thread::sleep(LOOK);
             }
             match s.look() {
-                Some(how) if how.success() => {}
+                // All processes of an interrupted run say so.
+                Some(how) if how.success() || how.code() == Some(Exit::Interrupted as i32) => {}
                 Some(how) => {
                     problems.push(format!("process {} {}", s.index, words(how).trim_end()))
                 }

@@ -7,8 +7,9 @@ use super::among::Setting;
 use super::launcher;
 use crate::args::RunArgs;
 use crate::failure::Exit;
+use crate::interrupt::Interrupts;
 use crate::interrupt::{heeded, say_last};
-use runtime::processes::{Launchers, Processes};
+use runtime::processes::{Ending, Processes, Reason};
 use rustix::process::{Signal, getpid, getsid, kill_process};
 use signal_hook::consts::SIGHUP;
 use std::os::unix::process::parent_id;
@@ -52,16 +53,15 @@ impl Drop for Orphan {
 }
 
 /// The way to process 0, once all have met, of a process that looks for its launcher.
-pub struct Launcher(Arc<OnceLock<Launchers>>);
+pub struct Launcher(Arc<OnceLock<Ending>>);
 
 impl Launcher {
-    /// Looks from now on whether the launcher that started this process is there, or, in process 0,
-    /// those of the others are; `parent` is the one that this process had when it began. Without a
-    /// launcher nothing is looked for.
+    /// Looks from now on whether the launcher that started this process is there; `parent` is the one
+    /// that this process had when it began. Without a launcher nothing is looked for.
     ///
     /// Interrupts must be heeded by now: its end is one.
     pub fn watch(parent: u32, setting: &Setting, args: &RunArgs) -> Self {
-        let known: Arc<OnceLock<Launchers>> = Arc::default();
+        let known: Arc<OnceLock<Ending>> = Arc::default();
         let env = |name: &str| std::env::var(name).ok();
         let may_be = match setting {
             Setting::Launched(_) => true,
@@ -82,9 +82,18 @@ impl Launcher {
         }
         Launcher(known)
     }
-    /// Lets it know the processes of the run.
-    pub fn knows(&self, processes: &Processes) {
-        let _ = self.0.set(processes.launchers());
+    /// Lets it know the processes of the run. Process 0 looks from then on whether another one asks
+    /// for the end of the run.
+    pub fn knows(&self, processes: &Processes, interrupts: &Interrupts) {
+        let _ = self.0.set(processes.ending());
+        if processes.place().index == 0 {
+            let (known, interrupts) = (Arc::clone(&self.0), interrupts.clone());
+            std::thread::spawn(move || hear(&known, &interrupts));
+        }
+    }
+    /// The way to ask process 0 for the end of the run.
+    pub fn ending(&self) -> Arc<OnceLock<Ending>> {
+        Arc::clone(&self.0)
     }
 }
 
@@ -136,28 +145,49 @@ fn parent_of(process: u32) -> Option<u32> {
     rest.split(' ').nth(1)?.parse().ok()
 }
 
-/// Waits until a launcher has ended, and asks this process to end its run then, or process 0 to do
-/// so.
-fn look(line: &Line, index: usize, known: &OnceLock<Launchers>) {
-    let of_another = || known.get().filter(|_| index == 0)?.orphan();
-    let words = loop {
-        let found = line.is_broken().then_some(index);
-        if let Some(orphan) = found.or_else(of_another) {
-            break format!("the launcher of process {orphan} has ended");
-        }
+/// Waits until the launcher has ended, and asks this process to end its run then, and process 0 to
+/// do so, which may have another launcher.
+fn look(line: &Line, index: usize, known: &OnceLock<Ending>) {
+    while !line.is_broken() {
         std::thread::sleep(LOOK);
-    };
-    say_last(format!("{words}: the run ends as by an interrupt"));
-    // This one is never the second interrupt, by which all that is not written would be lost.
-    let _ = kill_process(getpid(), Signal::USR1);
+    }
+    say_last(format!(
+        "the launcher of process {index} has ended: the run ends as by an interrupt"
+    ));
+    interrupt_itself();
     if index == 0 {
         return;
     }
-    // Where all have met already, process 0 has to hear of it, which may have another launcher.
     loop {
-        if let Some(launchers) = known.get() {
-            return launchers.have_ended();
+        if let Some(ending) = known.get() {
+            return ending.ask(Reason::Orphaned);
         }
         std::thread::sleep(LOOK);
     }
+}
+
+/// Waits, in process 0, until another process asks for the end of the run.
+fn hear(known: &OnceLock<Ending>, interrupts: &Interrupts) {
+    let (process, reason) = loop {
+        if let Some(asked) = known.get().and_then(Ending::asked) {
+            break asked;
+        }
+        std::thread::sleep(LOOK);
+    };
+    // Who interrupts a run may interrupt all of its processes, and this one has said so then.
+    if interrupts.is_asked_soon() {
+        return;
+    }
+    let words = match reason {
+        Reason::Orphaned => format!("the launcher of process {process} has ended"),
+        Reason::Interrupted => format!("process {process} was interrupted"),
+    };
+    say_last(format!("{words}: the run ends as by an interrupt"));
+    interrupt_itself();
+}
+
+/// Interrupts this process. It is never the second interrupt, by which all that is not written would
+/// be lost.
+fn interrupt_itself() {
+    let _ = kill_process(getpid(), Signal::USR1);
 }
