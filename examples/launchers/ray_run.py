@@ -1,8 +1,10 @@
 """Starts a plan's processes as Ray tasks, one for each CPU slot that is asked for.
 
-Usage: python ray_run.py PLAN DATA PROCESSES
-Plan and data are on a file system that all nodes have. The token goes to tasks as an argument, over
-Ray's own channel; each writes it to a file that only its user can read.
+Usage: python ray_run.py PLAN DATA PROCESSES [MORE FLAGS OF RUN]
+Plan, data and the folder `state` of checkpoints are on a file system that all nodes have. The token
+goes to tasks as an argument, over Ray's own channel; each writes it to a file that only its user can
+read. When the run loses a process, all are started again, a few times: --elastic goes on from the
+newest checkpoint. Ray kills what is left when this script is killed.
 """
 
 import os
@@ -13,6 +15,12 @@ import sys
 import tempfile
 
 import ray
+
+
+# How often the processes are started.
+STARTS = 3
+# The exit code of a run that was asked to end, and has written its state.
+INTERRUPTED = 130
 
 
 @ray.remote(num_cpus=1)
@@ -38,13 +46,21 @@ class Process:
 
 
 def main() -> int:
-    plan, data, world = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    plan, data, world, more = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:]
     ray.init()
-    processes = [Process.remote() for _ in range(world)]
-    address, port = ray.get(processes[0].address.remote())
-    token, args = secrets.token_hex(32), [plan, "--data", data]
-    codes = ray.get([p.run.remote(i, world, address, port, token, args) for i, p in enumerate(processes)])
-    return max(codes)
+    args = [plan, "--data", data, "--checkpoint", "state", "--checkpoint-every", "100", "--elastic"]
+    for _ in range(STARTS):
+        processes = [Process.remote() for _ in range(world)]
+        address, port = ray.get(processes[0].address.remote())
+        token = secrets.token_hex(32)
+        codes = ray.get([p.run.remote(i, world, address, port, token, args + more)
+                         for i, p in enumerate(processes)])
+        # A process that a signal has ended has a negative code.
+        if all(code == 0 for code in codes):
+            return 0
+        if all(code in (0, INTERRUPTED) for code in codes):
+            return INTERRUPTED
+    return 1
 
 
 if __name__ == "__main__":

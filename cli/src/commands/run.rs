@@ -196,14 +196,20 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     )?;
     let explain = |e: RuntimeError, company: Option<&Company>| {
         let words = records::explained(args, &loaded, (&e, company));
-        if let Some(children) = company.and_then(|c| c.children.as_ref())
-            && let RuntimeError::Gone {
-                process,
-                is_silent: true,
-                ..
-            } = e
+        if let RuntimeError::Gone {
+            process,
+            pid,
+            is_silent: true,
+            ..
+        } = e
+            && let Some(company) = company
         {
-            children.put_down(process);
+            match &company.children {
+                Some(children) => children.put_down(process),
+                // Its launcher would ask it to end first, which it does not hear.
+                None if company.processes.is_here(process) => children::put_down_of_others(pid),
+                None => {}
+            }
         }
         (e, words)
     };

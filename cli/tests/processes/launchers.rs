@@ -196,6 +196,21 @@ fn a_run_ends_in_order_when_one_of_its_processes_is_interrupted() {
     }
 }
 
+/// A launcher would ask it to end, and wait until it does.
+#[test]
+fn a_stopped_process_of_a_launcher_is_killed() {
+    let place = Place::with_plan();
+    let more = ["--record", "records", "--time-out", "2"];
+    let first = by_shell(&place, "0", "2", &more);
+    let second = by_shell(&place, "1", "2", &more);
+    let stopped = process_of(&place, 3);
+    send("-STOP", stopped);
+    let words = said(&first.wait_with_output().unwrap());
+    assert!(words.contains("does not answer"), "{words}");
+    wait_for_none(&place, "run.json");
+    drop(second);
+}
+
 /// Each task of a launcher would train by itself, into the same files.
 #[test]
 fn tasks_of_a_launcher_start_no_processes() {

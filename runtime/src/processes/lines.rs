@@ -236,6 +236,11 @@ impl Processes {
         let here = &self.all[self.place.index].host;
         self.all.iter().filter(|w| w.host == *here).count()
     }
+    /// Whether another process is on this host.
+    pub fn is_here(&self, process: usize) -> bool {
+        let here = &self.all[self.place.index].host;
+        self.all.get(process).is_some_and(|who| who.host == *here)
+    }
     /// Number of hosts.
     pub fn n_hosts(&self) -> usize {
         let hosts: std::collections::BTreeSet<&str> =

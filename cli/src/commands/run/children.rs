@@ -32,6 +32,16 @@ struct Started {
     is_put_down: bool,
 }
 
+/// Kills a process of this program that somebody else has started.
+pub fn put_down_of_others(id: u32) {
+    let program = |id: &str| std::fs::read_link(format!("/proc/{id}/exe")).ok();
+    let is_ours = program("self").is_some_and(|own| program(&id.to_string()) == Some(own));
+    let id = i32::try_from(id).ok().and_then(Pid::from_raw);
+    if let Some(id) = id.filter(|_| is_ours) {
+        let _ = kill_process(id, Signal::KILL);
+    }
+}
+
 impl Children {
     /// Starts all processes but the first, with this one's arguments. They get the appointment on
     /// their standard input, where nobody else can read it.
@@ -150,7 +160,8 @@ impl Children {
         let killed = all.iter().filter(by_signal).filter(|s| !s.is_put_down);
         killed.count()
     }
-    /// The system's numbers of those that others have killed by now, and how, without waiting for any.
+    /// The system's numbers of those that others have killed by now, and how, without waiting for
+    /// any.
     pub fn killed_so_far(&self) -> Vec<(u32, String)> {
         let mut all = self.lock();
         let killed = all.iter_mut().filter_map(|s| {
