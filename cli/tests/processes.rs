@@ -998,6 +998,17 @@ fn a_rank_that_hangs_is_found_by_its_record() {
     assert_eq!(hung["culprits"], serde_json::json!([3]), "{hung}");
     assert_eq!(state(&hung, 3, "process"), "\"stopped by a signal\"");
     let words = place.run(&["doctor", "plan.json", "records"]).expect(0);
+    // Places are said in words, and in JSON by their names in the program.
+    let waits = (0..3).find(|rank| state(&hung, *rank, "state") == "\"waiting\"");
+    let place_of = state(&hung, waits.unwrap(), "what");
+    assert!(place_of.contains(" template "), "{place_of}");
+    let lines = support::flat(&words.out);
+    for part in [" waited for ", " in the ", "(template ", ", instruction "] {
+        assert!(lines.contains(part), "`{part}` is not in: {lines}");
+    }
+    for jargon in [" template 0,", "send  ", "sends []", "receives []", "@["] {
+        assert!(!lines.contains(jargon), "`{jargon}` is in: {lines}");
+    }
     assert!(
         words.out.starts_with("rank3 kept the others waiting"),
         "{}",
