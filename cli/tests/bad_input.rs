@@ -754,6 +754,35 @@ fn where_there_is_no_plan_the_conflict_is_named_and_the_ways_out_work() {
         .says(&["help: --ways-out 60 tries"]);
 }
 
+/// Of a step that takes more samples than the data has it is said how often it repeats them.
+#[test]
+fn a_step_that_repeats_the_data_is_warned_of() {
+    let place = Place::with_plan();
+    let run = |file: &str| {
+        let args = ["run", "plan.json", "--data", file, "--steps", "1"];
+        place.run(&args).expect(0)
+    };
+    assert!(!run("text.txt").err.contains("repeats"));
+    // 36 tokens for training are two samples of 16, of which a step takes four.
+    place.write("short.txt", [b'a'; 40]);
+    run("short.txt").says(&[
+        "warning: every step repeats the data 2.0 times: it takes 4 samples of 16 tokens, \
+         and the part of short.txt for training has 2 of them",
+    ]);
+}
+
+/// A file that is no JSON may be meant for any of the models that there are.
+#[test]
+fn all_model_types_are_listed_where_a_configuration_is_broken() {
+    let place = Place::new();
+    place.write("bad.json", "{");
+    let args = ["compile", "bad.json", "--cluster", "cpu-default"];
+    let done = place.refuses(&args, &[3]);
+    for model_type in import::MODEL_TYPES {
+        assert!(done.err.contains(model_type), "{model_type}: {}", done.err);
+    }
+}
+
 #[test]
 fn data() {
     let place = Place::with_plan();
@@ -961,7 +990,13 @@ fn runs() {
         .expect(0);
     place
         .refuses(&["compare", "other.json", "run.json"], &[3])
-        .says(&["is a run of the plan"]);
+        .says(&["is a run of the plan"])
+        .says(&["its plan is plan.json: meshwright compare plan.json run.json"]);
+    // Where that is not at hand, its name cannot be said.
+    std::fs::remove_file(place.path("plan.json")).unwrap();
+    place
+        .refuses(&["compare", "other.json", "run.json"], &[3])
+        .says(&["compare a run with the plan it was made by"]);
 }
 
 #[test]

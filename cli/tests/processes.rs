@@ -1247,7 +1247,8 @@ fn a_run_that_ends_well_leaves_no_records() {
     assert_eq!(output.status.code(), Some(0), "{words}");
     assert!(words.contains("lost: rank2 is lost"), "{words}");
     assert!(words.contains("rank2, in step "), "{words}");
-    assert!(words.contains("run.records/before-loss-1"), "{words}");
+    let aside = "run.records/before-loss-1, until the run is done (--record DIR keeps them)";
+    assert!(words.contains(aside), "{words}");
     assert!(!place.exists("run.records"), "{words}");
     wait_for_none(&place, "run.json");
 }
