@@ -3,6 +3,7 @@
 use crate::document;
 use crate::failure::{Exit, Failure};
 use crate::files;
+use crate::gaps;
 use crate::places;
 use cost_model::presets;
 use ir::cluster::{Cluster, Device, Level, MAX_DEVICES};
@@ -136,11 +137,7 @@ fn read(name: &str) -> Result<Cluster, Failure> {
         let text = files::read_text(path, "cluster", files::SMALL)?;
         let is_json =
             path.extension().is_some_and(|e| e == "json") || text.trim_start().starts_with('{');
-        return if is_json {
-            checked(&file, &text, document::json(&file, &text, "cluster")?)
-        } else {
-            from_toml(&file, &text)
-        };
+        return checked(&file, &text, parsed(&file, &text, is_json)?);
     }
     if name == "cpu" {
         return Err(Failure::new(
@@ -205,7 +202,8 @@ fn built_in(name: &str) -> Result<Option<Cluster>, Failure> {
     let failure = |message: String| {
         let all = "`meshwright presets` lists the presets, devices and links";
         Failure::new(Exit::BadInput, message).help(match near_part(name) {
-            Some(near) => format!("did you mean `{near}`? {all}"),
+            Some(near) if near.ends_with('?') => format!("{near} {all}"),
+            Some(near) => format!("{near}; {all}"),
             None => all.into(),
         })
     };
@@ -221,8 +219,9 @@ fn built_in(name: &str) -> Result<Option<Cluster>, Failure> {
     }
 }
 
-/// Finds the device or link that is most like the first part of a composition that is neither.
-fn near_part(name: &str) -> Option<&'static str> {
+/// Advises on the first part of a composition that is neither device nor link: the one that is most
+/// like it, or all that differ from it in their numbers alone, as none of these can be meant.
+fn near_part(name: &str) -> Option<String> {
     let catalogue = presets::catalogue().ok()?;
     let known = || catalogue.devices().chain(catalogue.links());
     let parts = name.split(['+', '*']).map(str::trim);
@@ -230,11 +229,73 @@ fn near_part(name: &str) -> Option<&'static str> {
     let wrong = parts
         .filter(is_name)
         .find(|part| known().all(|k| k != *part))?;
-    files::closest(wrong, known())
+    let stem = |name: &'_ str| {
+        let number = name.trim_end_matches(|c: char| c.is_ascii_digit());
+        name[number.len()..].parse::<u32>().ok()?;
+        Some(number.to_string())
+    };
+    let own = stem(wrong);
+    let alike: Vec<String> = known()
+        .filter(|k| own.is_some() && stem(k) == own)
+        .map(|k| format!("`{k}`"))
+        .collect();
+    match alike.is_empty() {
+        false => Some(format!("there are {}", alike.join(", "))),
+        true => {
+            let near = files::closest(wrong, known())?;
+            Some(format!("did you mean `{near}`?"))
+        }
+    }
 }
 
-fn from_toml(file: &str, text: &str) -> Result<Cluster, Failure> {
-    checked(file, text, document::toml(file, text, "cluster")?)
+/// Parses a cluster's document. Of fields that are missing it names all; those that nobody knows
+/// without measuring are guessed, which is said.
+fn parsed(file: &str, text: &str, is_json: bool) -> Result<Cluster, Failure> {
+    let cluster = match is_json {
+        true => document::json(file, text, "cluster"),
+        false => document::toml(file, text, "cluster"),
+    };
+    let failure = match cluster {
+        Err(failure) if failure.to_string().contains("missing field") => failure,
+        cluster => return cluster,
+    };
+    let value = match is_json {
+        true => serde_json::from_str(text).ok(),
+        false => toml::from_str(text).ok(),
+    };
+    let Some(mut value): Option<serde_json::Value> = value else {
+        return Err(failure);
+    };
+    let gaps = gaps::fill(&mut value);
+    let n_missing: usize = gaps.missing.iter().map(|(_, fields)| fields.len()).sum();
+    match n_missing {
+        0 => {}
+        // With its place.
+        1 if gaps.guessed.is_empty() => return Err(failure),
+        n => {
+            let n = ir::counted(n as u64, "field");
+            let are = if n_missing == 1 { "is" } else { "are" };
+            let what = format!("{file}: {n} {are} missing:\n  {}", gaps.words());
+            return Err(Failure::new(Exit::BadInput, what).help(
+                "`meshwright schema cluster` says what each key means, docs/cost_model.md has a short file that is whole, and `meshwright presets NAME` prints one to change",
+            ));
+        }
+    }
+    let cluster = serde_path_to_error::deserialize(value);
+    let cluster: Cluster = cluster.map_err(|e| {
+        let what = format!("{file}: `{}`: {}", e.path(), e.inner());
+        Failure::new(Exit::BadInput, what)
+            .help("`meshwright schema cluster` says what each key means")
+    })?;
+    crate::say(format_args!(
+        "warning: {file} does not say {}: {} guessed, and the predictions with them.",
+        gaps.guessed.join(", "),
+        match gaps.guessed.len() {
+            1 => "it is",
+            _ => "they are",
+        }
+    ));
+    Ok(cluster)
 }
 
 /// Returns the cluster if its figures make sense; else lists those that do not, the first in place.

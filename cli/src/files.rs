@@ -4,12 +4,15 @@
 use crate::failure::{Exit, Failure};
 use std::fs::File;
 use std::io::{ErrorKind, Read};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// The largest config, cluster or training file, in bytes.
 pub const SMALL: u64 = 16 << 20;
 /// The largest plan, run or graph file, in bytes.
 pub const LARGE: u64 = 1 << 30;
+/// Limit for files that are read to look for one among them: plans of hundreds of layers on
+/// thousands of ranks have some MiB.
+const MIDDLING: u64 = 64 << 20;
 
 /// Reads the text of the file at `path`; `what` names its kind in messages ("plan", "cluster").
 ///
@@ -56,8 +59,8 @@ pub fn read_text(path: &Path, what: &str, limit: u64) -> Result<String, Failure>
 }
 
 /// Says where files of a kind come from.
-fn made_by(what: &str) -> &'static str {
-    match what {
+fn made_by(what: &str) -> String {
+    let words = match what {
         "plan" => "plans are written by `meshwright compile`",
         "run" => "runs are written by `meshwright run`, as run.json",
         "cluster" => {
@@ -71,8 +74,9 @@ fn made_by(what: &str) -> &'static str {
         "journal" | "continuation" => {
             "elastic runs write it, whole or not at all: remove it to begin anew"
         }
-        _ => crate::model::MODELS_ARE,
-    }
+        _ => return crate::model::models_are(),
+    };
+    words.into()
 }
 
 /// Advises on a missing file: a similar name, or the place where we looked.
@@ -124,6 +128,24 @@ pub fn fingerprint(bytes: &[u8]) -> String {
         (h ^ u64::from(*b)).wrapping_mul(0x0000_0100_0000_01b3)
     });
     format!("fnv1a64:{hash:016x}")
+}
+
+/// The most files of a folder that are looked at for the one with a fingerprint, the files that are
+/// passed over not counted.
+const LOOKED_AT: usize = 256;
+
+/// The document (`.json`) in `folder` that has this fingerprint; none where it is not seen.
+pub fn with_fingerprint(folder: &Path, wanted: &str) -> Option<PathBuf> {
+    let entries = std::fs::read_dir(folder).ok()?.flatten();
+    let is_document = |path: &PathBuf| {
+        let small = |m: std::fs::Metadata| m.is_file() && m.len() <= MIDDLING;
+        path.extension().is_some_and(|e| e == "json") && path.metadata().is_ok_and(small)
+    };
+    let mut paths: Vec<PathBuf> = entries.map(|e| e.path()).filter(is_document).collect();
+    paths.sort();
+    paths.truncate(LOOKED_AT);
+    let has = |path: &PathBuf| std::fs::read(path).is_ok_and(|b| fingerprint(&b) == wanted);
+    paths.into_iter().find(has)
 }
 
 /// Who else than this user and the administrator can write to a folder, in words; none where nobody

@@ -18,6 +18,7 @@ mod commands;
 mod document;
 mod failure;
 mod files;
+mod gaps;
 mod interrupt;
 mod model;
 mod outputs;

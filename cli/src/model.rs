@@ -4,7 +4,7 @@
 use crate::document::{capitalised, line_column};
 use crate::failure::{Exit, Failure};
 use crate::files;
-use import::{BuildOptions, ImportError, ModelConfig, builtin, model_graph};
+use import::{BuildOptions, ImportError, MODEL_TYPES, ModelConfig, builtin, model_graph};
 use ir::op::{InputKind, OpKind};
 use ir::{Dim, Graph, counted};
 use std::path::{Path, PathBuf};
@@ -17,8 +17,23 @@ pub enum Model {
     Graph(Box<Graph>),
 }
 
+/// The model types of configurations but for `without`, as a list in a sentence.
+fn model_types(without: &[&str]) -> String {
+    let types = MODEL_TYPES.iter().filter(|t| !without.contains(t));
+    let types: Vec<&str> = types.copied().collect();
+    match types.split_last() {
+        Some((last, others)) => format!("{} or {last}", others.join(", ")),
+        None => String::new(),
+    }
+}
+
 /// The accepted values of MODEL.
-pub const MODELS_ARE: &str = "a model is one that is built in (`meshwright models` lists them), a Hugging Face config.json (bloom, deepseek_v2, deepseek_v3, gemma, gemma2, gemma3_text, gpt2, gpt_neox, gpt_oss, llama, mamba2, mistral, mixtral, nemotron, nemotron_h, opt, phi3, qwen2, qwen2_moe, qwen3 or qwen3_moe), one of a wide_resnet, or its folder, or a graph in Meshwright's text form (docs/ir.md)";
+pub fn models_are() -> String {
+    format!(
+        "a model is one that is built in (`meshwright models` lists them), a Hugging Face config.json ({}), one of a wide_resnet, or its folder, or a graph in Meshwright's text form (docs/ir.md)",
+        model_types(&["wide_resnet"])
+    )
+}
 
 /// Where a model is.
 enum Source {
@@ -45,7 +60,7 @@ fn source(path: &Path) -> Result<Source, Failure> {
     let what = format!("there is no model {}", path.display());
     Err(Failure::new(Exit::BadInput, what).help(format!(
         "did you mean `{near}`, which is built in? {}",
-        capitalised(MODELS_ARE)
+        capitalised(&models_are())
     )))
 }
 
@@ -86,7 +101,7 @@ pub fn load(path: &Path) -> Result<Model, Failure> {
             format!("{name}:{}:{}: {}", e.line, e.column, e.message),
         )
         .place(&name, &text, e.start, e.len, "here");
-        failure.help(e.help.unwrap_or_else(|| MODELS_ARE.into()))
+        failure.help(e.help.unwrap_or_else(|| models_are()))
     })?;
     let broken = ir::verify::verify(&graph);
     if broken.is_empty() {
@@ -156,7 +171,7 @@ fn config_path(path: &Path) -> Result<PathBuf, Failure> {
     let what = format!("{}: the folder has no config.json", path.display());
     Err(
         Failure::new(Exit::BadInput, what).help(match models.is_empty() {
-            true => MODELS_ARE.to_string(),
+            true => models_are(),
             false => format!("it has folders of models: {}", models.join(", ")),
         }),
     )
@@ -166,17 +181,26 @@ fn config_path(path: &Path) -> Result<PathBuf, Failure> {
 pub fn parse_config(name: &str, text: &str) -> Result<ModelConfig, Failure> {
     ModelConfig::parse(name, text.as_bytes()).map_err(|e| {
         let at = match &e {
-            ImportError::Json { line, column, .. } | ImportError::Field { line, column, .. } | ImportError::UnknownField { line, column, .. } => Some((*line, *column)),
+            ImportError::Json { line, column, .. }
+            | ImportError::Field { line, column, .. }
+            | ImportError::UnknownField { line, column, .. } => Some((*line, *column)),
             _ => None,
         };
         let help = match &e {
-            ImportError::Json { .. } => "a model is a Hugging Face config.json of model_type bloom, deepseek_v2, deepseek_v3, gemma, gemma2, gemma3_text, gpt2, gpt_neox, gpt_oss, llama, mistral, mixtral, nemotron, opt, phi3, qwen2, qwen2_moe, qwen3, qwen3_moe or wide_resnet; examples are in models/",
-            ImportError::UnknownField { .. } => "remove the field if it does not change the mathematics of training",
-            _ => "examples are in models/",
+            ImportError::Json { .. } => format!(
+                "a model is a Hugging Face config.json of model_type {}; examples are in models/",
+                model_types(&[])
+            ),
+            ImportError::UnknownField { .. } => {
+                "remove the field if it does not change the mathematics of training".into()
+            }
+            _ => "examples are in models/".into(),
         };
         let failure = Failure::from(e).help(help);
         match at {
-            Some((line, column)) => failure.place(name, text, byte_of(text, line, column), 1, "here"),
+            Some((line, column)) => {
+                failure.place(name, text, byte_of(text, line, column), 1, "here")
+            }
             None => failure,
         }
     })

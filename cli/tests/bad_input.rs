@@ -399,6 +399,59 @@ fn places_inside_lists_are_named() {
         .says(&["`levels[0].protocols[0]`: missing field `name`"]);
 }
 
+/// The short file of the documents makes a plan, with guesses that are named; of one with less all
+/// that is missing is said at once.
+#[test]
+fn the_short_cluster_file_of_the_documents_is_whole() {
+    let place = Place::new();
+    let page = std::fs::read_to_string(support::repository().join("docs/cost_model.md")).unwrap();
+    let is_whole = |block: &&str| block.starts_with("\nversion = ");
+    let text = page.split("```toml").find(is_whole).unwrap();
+    let text = text.split("```").next().unwrap();
+    place.write("c.toml", text);
+    let args = ["compile", "config.json", "--cluster", "c.toml"];
+    let done = place.run(&args).expect(0).says(&[
+        "warning: c.toml does not say device.matmul_half_size, device.matmul_efficiency, \
+         levels[0].half_bytes, levels[1].half_bytes, sources: they are guessed",
+    ]);
+    assert!(
+        done.out
+            .contains("Network: ethernet, 1 x 10 Gb/s card a host for 4 devices"),
+        "{}",
+        done.out
+    );
+    // Devices that add nothing are said with the prediction that they put into doubt.
+    let mut below = done.out.lines();
+    assert!(below.any(|l| l.starts_with("Predicted: ")), "{}", done.out);
+    let note = "Note: the 8 ranks along axis x of stage 0 all do the same work: ";
+    assert!(below.next().unwrap().starts_with(note), "{}", done.out);
+    let plan: serde_json::Value = serde_json::from_slice(&place.read("plan.json")).unwrap();
+    let sources = &plan["cluster"]["sources"];
+    assert!(
+        sources["levels.pcie.half_bytes"]
+            .as_str()
+            .unwrap()
+            .contains("guess")
+    );
+    std::fs::remove_file(place.path("plan.json")).unwrap();
+    let is_left_out = |line: &&str| {
+        ["launch_s", "memory_", "latency_s", "efficiency", "n_hosts"]
+            .iter()
+            .any(|key| line.starts_with(key))
+    };
+    let less: Vec<&str> = text.lines().filter(|line| !is_left_out(line)).collect();
+    place.write("c.toml", less.join("\n"));
+    place.refuses(&args, &[3]).says(&[
+        "c.toml: 10 fields are missing:",
+        "`n_hosts`",
+        "`device`: `memory_bytes`, `memory_reserved_bytes`, `memory_bandwidth_bytes_per_s`, \
+         `memory_efficiency`, `launch_s`",
+        "`levels[0]`: `latency_s`, `efficiency`",
+        "`levels[1]`: `latency_s`, `efficiency`",
+        "docs/cost_model.md has a short file that is whole",
+    ]);
+}
+
 /// Bandwidths in GB/s and times in microseconds make plans that nobody wants.
 #[test]
 fn figures_in_other_units_are_warned_of() {
@@ -701,6 +754,35 @@ fn where_there_is_no_plan_the_conflict_is_named_and_the_ways_out_work() {
         .says(&["help: --ways-out 60 tries"]);
 }
 
+/// Of a step that takes more samples than the data has it is said how often it repeats them.
+#[test]
+fn a_step_that_repeats_the_data_is_warned_of() {
+    let place = Place::with_plan();
+    let run = |file: &str| {
+        let args = ["run", "plan.json", "--data", file, "--steps", "1"];
+        place.run(&args).expect(0)
+    };
+    assert!(!run("text.txt").err.contains("repeats"));
+    // 36 tokens for training are two samples of 16, of which a step takes four.
+    place.write("short.txt", [b'a'; 40]);
+    run("short.txt").says(&[
+        "warning: every step repeats the data 2.0 times: it takes 4 samples of 16 tokens, \
+         and the part of short.txt for training has 2 of them",
+    ]);
+}
+
+/// A file that is no JSON may be meant for any of the models that there are.
+#[test]
+fn all_model_types_are_listed_where_a_configuration_is_broken() {
+    let place = Place::new();
+    place.write("bad.json", "{");
+    let args = ["compile", "bad.json", "--cluster", "cpu-default"];
+    let done = place.refuses(&args, &[3]);
+    for model_type in import::MODEL_TYPES {
+        assert!(done.err.contains(model_type), "{model_type}: {}", done.err);
+    }
+}
+
 #[test]
 fn data() {
     let place = Place::with_plan();
@@ -908,7 +990,13 @@ fn runs() {
         .expect(0);
     place
         .refuses(&["compare", "other.json", "run.json"], &[3])
-        .says(&["is a run of the plan"]);
+        .says(&["is a run of the plan"])
+        .says(&["its plan is plan.json: meshwright compare plan.json run.json"]);
+    // Where that is not at hand, its name cannot be said.
+    std::fs::remove_file(place.path("plan.json")).unwrap();
+    place
+        .refuses(&["compare", "other.json", "run.json"], &[3])
+        .says(&["compare a run with the plan it was made by"]);
 }
 
 #[test]

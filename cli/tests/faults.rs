@@ -737,8 +737,10 @@ fn plans_for_more_than_there_is_are_refused_at_once() {
         run(&place, &[&state[..], processes].concat())
             .expect(6)
             .says(&[
-                "the plan's 128 ranks need ",
+                "the plan is for 128 x NVIDIA A100",
+                ", and this machine has no GPU; the plan's 128 ranks need ",
                 " GiB together, this machine has ",
+                "run the plan where those devices are",
             ]);
         assert_eq!(place.names(), before, "something was made");
     }

@@ -476,3 +476,40 @@ fn an_interrupted_sweep_shows_the_points_that_are_there() {
         2
     );
 }
+
+/// SIGTERM ends `fits` at once, though a search that has no plan heeds nobody before its end, and
+/// says what was tried.
+#[test]
+fn an_interrupted_search_for_the_smallest_number_of_devices_says_what_was_tried() {
+    let place = Place::new();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_meshwright"));
+    // A minute and more on 16 devices, on which there is no plan.
+    let fits = ["fits", "llama-3.1-70b", "--device", "dgx-a100-80gb"];
+    let train = ["--global-batch", "256", "--sequence", "4096"];
+    let child = command
+        .args([&fits[..], &train, &["--precision", "bf16"]].concat())
+        .current_dir(place.path("."))
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .begin()
+        .unwrap();
+    wait_until_it_waits(&child);
+    // Long enough for a line about the search, which comes every ten seconds.
+    std::thread::sleep(Duration::from_secs(12));
+    let asked = Instant::now();
+    let id = child.id().to_string();
+    let sent = Command::new("kill").args(["-TERM", &id]).status();
+    assert!(sent.unwrap().success());
+    let output = child.wait_with_output().unwrap();
+    assert!(asked.elapsed() < Duration::from_secs(10));
+    let said = said(&output);
+    assert_eq!(output.status.code(), Some(130), "{said}");
+    for words in [
+        "trying 16 devices: ",
+        "interrupted: ending with the numbers of devices that were tried",
+        "interrupted while 16 devices of dgx-a100-80gb were searched; no number was tried to the end",
+        "fewer than 11 devices cannot hold them",
+    ] {
+        assert!(said.contains(words), "`{words}` is not in: {said}");
+    }
+}

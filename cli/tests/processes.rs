@@ -997,6 +997,17 @@ fn a_rank_that_hangs_is_found_by_its_record() {
     assert_eq!(hung["culprits"], serde_json::json!([3]), "{hung}");
     assert_eq!(state(&hung, 3, "process"), "\"stopped by a signal\"");
     let words = place.run(&["doctor", "plan.json", "records"]).expect(0);
+    // Places are said in words, and in JSON by their names in the program.
+    let waits = (0..3).find(|rank| state(&hung, *rank, "state") == "\"waiting\"");
+    let place_of = state(&hung, waits.unwrap(), "what");
+    assert!(place_of.contains(" template "), "{place_of}");
+    let lines = support::flat(&words.out);
+    for part in [" waited for ", " in the ", "(template ", ", instruction "] {
+        assert!(lines.contains(part), "`{part}` is not in: {lines}");
+    }
+    for jargon in [" template 0,", "send  ", "sends []", "receives []", "@["] {
+        assert!(!lines.contains(jargon), "`{jargon}` is in: {lines}");
+    }
     assert!(
         words.out.starts_with("rank3 kept the others waiting"),
         "{}",
@@ -1235,7 +1246,8 @@ fn a_run_that_ends_well_leaves_no_records() {
     assert_eq!(output.status.code(), Some(0), "{words}");
     assert!(words.contains("lost: rank2 is lost"), "{words}");
     assert!(words.contains("rank2, in step "), "{words}");
-    assert!(words.contains("run.records/before-loss-1"), "{words}");
+    let aside = "run.records/before-loss-1, until the run is done (--record DIR keeps them)";
+    assert!(words.contains(aside), "{words}");
     assert!(!place.exists("run.records"), "{words}");
     wait_for_none(&place, "run.json");
 }

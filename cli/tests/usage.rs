@@ -310,6 +310,12 @@ fn misspelt_names_get_a_suggestion() {
     };
     cluster("h100-sx*8+nvlink4").says(&["no device `h100-sx`", "did you mean `h100-sxm`?"]);
     cluster("h100-sxm*8+nvlnk4").says(&["no link `nvlnk4`", "did you mean `nvlink4`?"]);
+    // One of another rate is not what was meant.
+    let of_40 = cluster("rtx-4090*2+pcie4+ethernet-40").says(&[
+        "no link `ethernet-40`",
+        "there are `ethernet-10`, `ethernet-100`, `ethernet-25`;",
+    ]);
+    assert!(!of_40.err.contains("did you mean"), "{}", of_40.err);
     cluster("h100-sxm*8").says(&["DEVICE*COUNT+LINK"]);
     cluster("DGX-H100").says(&["did you mean `dgx-h100`?"]);
     cluster("h100").says(&["did you mean one of", "dgx-h100", "h100-pcie"]);

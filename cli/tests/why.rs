@@ -208,6 +208,23 @@ fn why_not_says_what_a_pin_costs() {
         .expect(0)
         .out;
     assert!(words.contains("the plan is the same"), "{words}");
+    let first = "For Meshwright's own runtime: the plan already has these degrees. The plan that";
+    assert!(words.starts_with(first), "{words}");
+    assert!(
+        support::flat(&words).contains("finds under them differs in no degree"),
+        "{words}"
+    );
+    // The other plan of before has degrees that a search without its pins does not take.
+    let own = [
+        "explain",
+        "other.json",
+        "--why-not",
+        "tensor=2 data=2 pipeline=1",
+        "--json",
+    ];
+    let report = place.run(&own).expect(0).json();
+    let verdict = report["verdict"].as_str().unwrap();
+    assert!(verdict.starts_with(first), "{verdict}");
 }
 
 /// An order that the plan's graph is not in yet is asked for, and one that it is in stays.

@@ -22,7 +22,7 @@ pub mod params;
 pub mod weights;
 
 pub use build::{BuildOptions, model_graph};
-pub use config::{DEFAULT_EXPERT_CAPACITY, ModelConfig};
+pub use config::{DEFAULT_EXPERT_CAPACITY, MODEL_TYPES, ModelConfig};
 pub use error::ImportError;
 pub use likeness::config_field;
 pub use params::Param;

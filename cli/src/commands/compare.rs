@@ -187,6 +187,20 @@ fn without_ratios(c: &mut Comparison) {
 /// measured figures stay finite.
 const MOST: f64 = 1e15;
 
+/// Advises on a run of another plan: names that plan where it is beside the run, as after a loss of
+/// an elastic run, which goes on by a plan of its own.
+fn its_plan(run: &Path, hash: &str) -> String {
+    let folder = run.parent().filter(|f| !f.as_os_str().is_empty());
+    let found = files::with_fingerprint(folder.unwrap_or(Path::new(".")), hash);
+    match found.as_deref() {
+        Some(plan) => {
+            let plan = plan.strip_prefix(".").unwrap_or(plan).display();
+            format!("its plan is {plan}: meshwright compare {plan} {}", run.display())
+        }
+        None => "compare a run with the plan it was made by; a plan that was changed or compiled again must be run again, and the plan with which an elastic run went on was beside its output".into(),
+    }
+}
+
 /// Reads the measurement at `path`, and checks that it is one of this plan.
 fn read(path: &Path, loaded: &Loaded) -> Result<Measurement, Failure> {
     let name = path.display().to_string();
@@ -200,8 +214,11 @@ fn read(path: &Path, loaded: &Loaded) -> Result<Measurement, Failure> {
         ));
     }
     if m.plan_hash != loaded.hash {
-        return match bad(format!("is a run of the plan {}, not of this one, {}", m.plan_hash, loaded.hash)) {
-            Err(failure) => Err(failure.help("compare a run with the plan it was made by; a plan that was changed or compiled again must be run again")),
+        return match bad(format!(
+            "is a run of the plan {}, not of this one, {}",
+            m.plan_hash, loaded.hash
+        )) {
+            Err(failure) => Err(failure.help(its_plan(path, &m.plan_hash))),
             ok => ok,
         };
     }

@@ -318,12 +318,11 @@ pub fn prove(planned: &Planned) -> Result<(), Failure> {
         .help("this is a defect of meshwright; please report it with the command line"))
 }
 
-/// Collects remarks on a plan that is correct all the same.
+/// Collects remarks on a plan that is correct all the same, but for repeated work: the words of a
+/// plan say that below its prediction.
 fn notes(planned: &Planned) -> Vec<String> {
     let plan = &planned.plan;
-    let stages = report::plan::stages(plan, &planned.training);
     let mut notes = planned.stats.notes.clone();
-    notes.extend(report::plan::repeated_work(&stages));
     let is_of_gpus = cost_model::compute::makes_calls(&plan.cluster);
     if plan.made_for.is_none() && is_of_gpus {
         let refused = runtime::device::cuda::check(&planned.program).err();
@@ -380,6 +379,7 @@ fn print_json(
 ) -> Result<(), Failure> {
     let plan = &planned.plan;
     let not_exported = software::not_exported(plan, &planned.training);
+    let repeated = report::plan::repeated_work(&report::plan::stages(plan, &planned.training));
     let preset = preset.map(|p| json!({ "name": p.name, "pins": p.pins, "points": p.n_points }));
     report::print_json(&json!({
         "plan": args.output,
@@ -400,7 +400,7 @@ fn print_json(
             "layer_kinds": planned.stats.n_layer_kinds,
             "candidates": planned.stats.candidates,
             "simulated": planned.stats.simulated,
-            "notes": notes(planned).into_iter().chain(not_exported).collect::<Vec<_>>(),
+            "notes": notes(planned).into_iter().chain(repeated).chain(not_exported).collect::<Vec<_>>(),
             "runners_up": plan.proof.runners_up,
             "alternatives": planned.stats.alternatives.iter().map(|(what, s)| json!({ "what": what, "step_time_s": s })).collect::<Vec<_>>(),
         },

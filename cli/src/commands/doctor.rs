@@ -7,7 +7,8 @@
 
 use crate::args::DoctorArgs;
 use crate::failure::{Exit, Failure};
-use crate::{plan_file, report};
+use crate::plan_file::{self, Loaded};
+use crate::report::{self, place::in_words};
 use ir::Rank;
 use runtime::record::{self, Diagnosis, Doing, Fate, Seen, Verdict};
 use serde_json::json;
@@ -41,6 +42,7 @@ pub fn run(args: &DoctorArgs) -> Result<(), Failure> {
         }
     };
     let case = Case {
+        loaded: &loaded,
         of: &diagnosis,
         seen: &seen,
         processes: &processes,
@@ -66,6 +68,7 @@ enum Tells {
 
 /// All that is known of a run.
 struct Case<'a> {
+    loaded: &'a Loaded,
     of: &'a Diagnosis,
     seen: &'a [Seen],
     processes: &'a BTreeMap<Rank, Process>,
@@ -163,14 +166,14 @@ pub fn when(seen: &Seen) -> String {
 }
 
 /// The activity of a rank, in words behind its name.
-pub fn activity(of: &Doing) -> String {
+pub fn activity(loaded: &Loaded, rank: Rank, of: &Doing) -> String {
     match of {
         Doing::Nothing => "left no record".into(),
         Doing::Between => "was between two steps".into(),
-        Doing::Working(what) => format!("was at work: {what}"),
+        Doing::Working(what) => format!("was at work in {}", in_words(loaded, rank, what)),
         Doing::Waiting { what, missing } => {
             let missing = names(missing.iter().copied());
-            format!("waited for {missing} in {what}")
+            format!("waited for {missing} in {}", in_words(loaded, rank, what))
         }
     }
 }
@@ -228,7 +231,7 @@ fn words(case: &Case<'_>) -> String {
         let process = processes.get(&rank);
         let process = process.map_or(String::new(), |p| format!(" ({})", p.words()));
         let when = case.seen.iter().find(|s| s.rank == rank).map(when);
-        let (when, what) = (when.unwrap_or_default(), activity(doing));
+        let (when, what) = (when.unwrap_or_default(), activity(case.loaded, rank, doing));
         lines.push(format!("  {rank}{when} {what}{process}."));
     }
     lines

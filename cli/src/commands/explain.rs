@@ -135,8 +135,9 @@ fn why_not(args: &ExplainArgs, loaded: &Loaded, accounted: &Accounted) -> Result
     let terms = differences(accounted, &of_other);
     let degrees = [loaded, &other].map(|l| Degrees::of(&l.plan, &l.training));
     let verdict = format!(
-        "{}{}",
+        "{}{}{}",
         whose_plan(&loaded.plan),
+        already(args, &degrees),
         verdict(&pins, [accounted, &of_other], &terms, &degrees)
     );
     if args.json {
@@ -170,6 +171,20 @@ fn why_not(args: &ExplainArgs, loaded: &Loaded, accounted: &Accounted) -> Result
         Some(path) => report::out(&format!("The other plan is written to {}.", path.display())),
         None => report::out("With -o FILE the other plan is written, to be inspected or run."),
     }
+}
+
+/// Says that the plan has these degrees itself, and where the one that was found under the pins
+/// differs all the same; nothing where it has others.
+fn already(args: &ExplainArgs, [own, other]: &[Degrees; 2]) -> String {
+    if !own.keep(&args.why_not) {
+        return String::new();
+    }
+    let differ = own.differences(other);
+    let how = match differ.is_empty() {
+        true => "differs in no degree, but may in single ops (inspect --against shows them)".into(),
+        false => format!("differs in {}", differ.join(", ")),
+    };
+    format!("the plan already has these degrees. The plan that the search finds under them {how}. ")
 }
 
 /// Says what the pins cost, and why.
@@ -206,7 +221,7 @@ fn verdict(
     let same = degrees[0] == degrees[1];
     match change {
         _ if same && change.abs() < SMALL => {
-            format!("With {pins} the plan is the same: it has these degrees already.")
+            format!("With {pins} the plan is the same.")
         }
         c if c >= 0.0 => format!(
             "With {pins} the step takes {}, {} longer{why} {memory}",

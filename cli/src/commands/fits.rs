@@ -1,12 +1,14 @@
 //! `fits`: the smallest number of devices on which a model has a plan, and how larger ones do.
 //!
 //! Numbers that the states alone exceed are ruled out by arithmetic; of the others, parts of a host
-//! are tried from below, then hosts in doubled numbers until there is a plan, and then the middle of
-//! what is left between the largest number without and the smallest with one. Nothing is said of a
-//! number that was neither ruled out nor tried.
+//! are tried from below, then hosts until there is a plan, as many more as the bytes that are short
+//! ask for and then in doubled numbers, and then the middle of what is left between the largest
+//! number without and the smallest with one. Nothing is said of a number that was neither ruled out
+//! nor tried.
 
 use super::point::{Point, Wanted};
 use super::spinner;
+use super::watching::Watching;
 use crate::args::FitsArgs;
 use crate::cluster;
 use crate::failure::{Exit, Failure};
@@ -16,9 +18,13 @@ use cost_model::presets;
 use ir::cluster::Cluster;
 use ir::training::training_graph;
 use ir::{Bytes, Seconds, counted};
+use planner::{PlanError, Watcher};
 use serde::Serialize;
 use serde_json::json;
 use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
 
 /// The outcome for one number of devices.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -29,6 +35,9 @@ struct Tried {
     plan: Option<Point>,
     /// Why there is none.
     reason: Option<String>,
+    /// How many times as much memory as there is the nearest plan needs, where it is that.
+    #[serde(skip)]
+    times: Option<f64>,
 }
 
 /// The arithmetic that rules numbers of devices out.
@@ -42,9 +51,12 @@ struct States {
     least_devices: u64,
 }
 
+/// How often a search is looked at, whether it has ended or is to end.
+const LOOK: Duration = Duration::from_millis(50);
+
 pub fn run(args: &FitsArgs) -> Result<(), Failure> {
     let base = base(&args.device)?;
-    let wanted = Wanted::of(
+    let mut wanted = Wanted::of(
         &args.model,
         args.expert_capacity,
         &args.train,
@@ -53,21 +65,37 @@ pub fn run(args: &FitsArgs) -> Result<(), Failure> {
         args.made_for.as_deref(),
     )?;
     let states = states(&wanted, &base)?;
-    let most = args.most_devices;
+    let bar = spinner("looking for the smallest number of devices");
+    let watching = Arc::new(Watching::new(
+        &bar,
+        None,
+        "ending with the numbers of devices that were tried",
+    )?);
+    wanted.options.watcher = Watcher::new(watching.clone());
     let mut search = Search {
-        wanted: &wanted,
+        wanted: Arc::new(wanted),
         base: &base,
         tried: BTreeMap::new(),
         steps: 0,
+        watching,
     };
-    let bar = spinner("looking for the smallest number of devices");
-    let smallest = search.smallest(states.least_devices, most)?;
-    if let Some(smallest) = smallest {
-        for more in 1..=args.next {
-            let devices = smallest.checked_mul(1 << more).filter(|n| *n <= most);
-            if let Some(devices) = devices.filter(|n| search.cluster(*n).is_some()) {
-                search.fits(devices)?;
-            }
+    let smallest = search.smallest(states.least_devices, args.most_devices);
+    let (smallest, mut ended) = match smallest {
+        Ok(smallest) => (smallest, None),
+        Err(Stop::Failed(failure)) => return Err(failure),
+        Err(Stop::Interrupted(at)) => {
+            bar.finish_and_clear();
+            return Err(interrupted(args, &search, &states, at));
+        }
+    };
+    for devices in smallest.iter().flat_map(|n| larger(*n, args)) {
+        if ended.is_some() || search.cluster(devices).is_none() {
+            continue;
+        }
+        match search.fits(devices) {
+            Ok(_) => {}
+            Err(Stop::Failed(failure)) => return Err(failure),
+            Err(Stop::Interrupted(at)) => ended = Some(at),
         }
     }
     bar.finish_and_clear();
@@ -77,19 +105,85 @@ pub fn run(args: &FitsArgs) -> Result<(), Failure> {
     };
     let verdict = verdict(args, &search, smallest, &states);
     if args.json {
-        return report::print_json(&json!({
+        report::print_json(&json!({
             "device": args.device,
             "verdict": verdict,
             "smallest": smallest,
             "states": states,
             "tried": rows,
             "searches": search.steps,
-        }));
+        }))?;
+    } else {
+        report::out(&verdict)?;
+        report::out(&states.words())?;
+        let unit = report::plan::unit_of(&search.wanted.forward);
+        report::out(&words(&rows, unit))?;
     }
-    report::out(&verdict)?;
-    report::out(&states.words())?;
-    let unit = report::plan::unit_of(&search.wanted.forward);
-    report::out(&words(&rows, unit))
+    match ended {
+        None => Ok(()),
+        Some(at) => {
+            let what = format!(
+                "interrupted while {} were searched: the smallest number is found, and no larger one than those above was tried",
+                counted(at, "device")
+            );
+            Err(Failure::new(Exit::Interrupted, what))
+        }
+    }
+}
+
+/// The numbers of devices that are shown beside the smallest.
+fn larger(smallest: u32, args: &FitsArgs) -> impl Iterator<Item = u32> {
+    let most = args.most_devices;
+    let doubled = (1..=args.next).map(move |more| {
+        let times = 1u32.checked_shl(more);
+        times.and_then(|times| smallest.checked_mul(times))
+    });
+    doubled.flatten().filter(move |n| *n <= most)
+}
+
+/// Why a search came to no end.
+enum Stop {
+    Failed(Failure),
+    /// It was interrupted while so many devices were searched.
+    Interrupted(u32),
+}
+
+/// The end of a search that was interrupted before the smallest number was known.
+fn interrupted(args: &FitsArgs, search: &Search<'_>, states: &States, at: u32) -> Failure {
+    let outcome = |tried: &Tried| {
+        let devices = counted(tried.devices, "device");
+        match (&tried.plan, &tried.reason) {
+            (Some(plan), _) => format!(
+                "{devices}: a plan of {} a step, {}",
+                Seconds(plan.step_time_s),
+                plan.degrees
+            ),
+            (None, reason) => format!(
+                "{devices}: no plan ({})",
+                reason.as_deref().unwrap_or_default()
+            ),
+        }
+    };
+    let all: Vec<String> = search.tried.values().map(outcome).collect();
+    let found = search.tried.values().find(|t| t.plan.is_some());
+    let smallest = match found {
+        Some(found) => format!(
+            "The smallest number with a plan so far is {}; smaller ones may have one.",
+            found.devices
+        ),
+        None => "None of them has a plan; larger ones may have one.".into(),
+    };
+    let tried = match all.is_empty() {
+        true => "no number was tried to the end. ".to_string(),
+        false => format!("tried so far:\n  {}\n{smallest} ", all.join("\n  ")),
+    };
+    let what = format!(
+        "interrupted while {} of {} were searched; {tried}{}",
+        counted(at, "device"),
+        args.device,
+        states.words()
+    );
+    Failure::new(Exit::Interrupted, what)
 }
 
 /// The cluster whose devices are counted.
@@ -146,10 +240,11 @@ impl States {
 
 /// The numbers of devices that were tried.
 struct Search<'a> {
-    wanted: &'a Wanted,
+    wanted: Arc<Wanted>,
     base: &'a Cluster,
     tried: BTreeMap<u32, Tried>,
     steps: u32,
+    watching: Arc<Watching>,
 }
 
 impl Search<'_> {
@@ -168,36 +263,68 @@ impl Search<'_> {
         (devices < host && part.problems().is_empty()).then_some(part)
     }
 
+    /// Plans on a cluster, in a thread of its own: a search that finds nothing does not heed an
+    /// interrupt before it has looked at everything.
+    fn planned(&self, cluster: Cluster) -> Result<Result<Point, PlanError>, Stop> {
+        let (devices, began) = (cluster.n_devices(), Instant::now());
+        self.watching
+            .begin(format!("trying {}", counted(devices, "device")));
+        let (tell, told) = channel();
+        let wanted = Arc::clone(&self.wanted);
+        // Nobody listens any more where it was interrupted.
+        let search = move || drop(tell.send(wanted.on(&cluster)));
+        let began_it = std::thread::Builder::new().spawn(search);
+        began_it.map_err(|e| {
+            let what = format!("cannot start a thread to search in: {e}");
+            Stop::Failed(Failure::new(Exit::Internal, what))
+        })?;
+        loop {
+            match told.recv_timeout(LOOK) {
+                // An end with the best plan so far is a plan.
+                Ok(planned) => return planned.map_err(Stop::Failed),
+                Err(RecvTimeoutError::Disconnected) => {
+                    let what = format!("the search on {} panicked", counted(devices, "device"));
+                    return Err(Stop::Failed(Failure::new(Exit::Internal, what)));
+                }
+                Err(RecvTimeoutError::Timeout) if self.watching.is_over() => {
+                    return Err(Stop::Interrupted(devices));
+                }
+                Err(RecvTimeoutError::Timeout) => self.watching.remind(began),
+            }
+        }
+    }
+
     /// Whether there is a plan on so many devices.
-    fn fits(&mut self, devices: u32) -> Result<bool, Failure> {
+    fn fits(&mut self, devices: u32) -> Result<bool, Stop> {
         if let Some(known) = self.tried.get(&devices) {
             return Ok(known.plan.is_some());
         }
-        let (plan, reason) = match self.cluster(devices) {
-            None => (
-                None,
-                Some("there is no such cluster of these devices".to_string()),
-            ),
+        let mut tried = Tried {
+            devices,
+            plan: None,
+            reason: None,
+            times: None,
+        };
+        match self.cluster(devices) {
+            None => tried.reason = Some("there is no such cluster of these devices".into()),
             Some(cluster) => {
                 self.steps += 1;
-                match self.wanted.on(&cluster)? {
-                    Ok(point) => (Some(point), None),
-                    Err(e) => (None, Some(e.to_string())),
+                match self.planned(cluster)? {
+                    Ok(point) => tried.plan = Some(point),
+                    Err(e) => {
+                        tried.times = times(&e);
+                        tried.reason = Some(e.to_string());
+                    }
                 }
             }
-        };
-        let fits = plan.is_some();
-        let tried = Tried {
-            devices,
-            plan,
-            reason,
-        };
+        }
+        let fits = tried.plan.is_some();
         self.tried.insert(devices, tried);
         Ok(fits)
     }
 
     /// The smallest number of devices with a plan, of those from `least` to `most` that are tried.
-    fn smallest(&mut self, least: u64, most: u32) -> Result<Option<u32>, Failure> {
+    fn smallest(&mut self, least: u64, most: u32) -> Result<Option<u32>, Stop> {
         let host = self.base.devices_per_host;
         let parts = (1..=host).filter(|n| host.is_multiple_of(*n));
         let parts: Vec<u32> = parts
@@ -225,8 +352,15 @@ impl Search<'_> {
             if self.fits(hosts * host)? {
                 break;
             }
+            // A search costs minutes: the first number behind one that is too small follows from
+            // the bytes that are short, if that is less than twice as many, and only further ones
+            // are doubled.
+            let twice = hosts.saturating_mul(2);
+            let times = self.tried.get(&(hosts * host)).and_then(|t| t.times);
+            let times = times.filter(|_| too_few + 1 == hosts);
+            let near = times.map(|times| (f64::from(hosts) * times).ceil() as u32);
             too_few = hosts;
-            hosts = hosts.saturating_mul(2);
+            hosts = near.map_or(twice, |near| near.clamp(hosts.saturating_add(1), twice));
         }
         while hosts - too_few > 1 {
             let middle = too_few + (hosts - too_few) / 2;
@@ -236,6 +370,16 @@ impl Search<'_> {
             }
         }
         Ok(Some(hosts * host))
+    }
+}
+
+/// How many times as much memory as there is the nearest plan needs.
+fn times(e: &PlanError) -> Option<f64> {
+    match e {
+        PlanError::Memory {
+            needed, capacity, ..
+        } => Some(*needed as f64 / (*capacity).max(1) as f64),
+        _ => None,
     }
 }
 

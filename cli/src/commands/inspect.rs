@@ -35,10 +35,6 @@ fn print_words(args: &InspectArgs, loaded: &Loaded) -> Result<(), Failure> {
         ..
     } = loaded;
     report::out(&report::plan::words(plan, training))?;
-    let repeated = report::plan::repeated_work(&report::plan::stages(plan, training));
-    for note in repeated {
-        report::out(&format!("Note: {note}."))?;
-    }
     if let Some(made_for) = &plan.made_for {
         let summary = export::summary(plan, training);
         let summary = summary.map_err(|e| Failure::new(Exit::Internal, e))?;

@@ -33,14 +33,14 @@ use indicatif::{ProgressBar, ProgressStyle};
 use ir::measurement::Measurement;
 use ir::op::InputKind;
 use ir::training::{StateRole, TrainingGraph};
-use ir::{Bytes, OpKind, Rank, Seconds, Task};
+use ir::{Bytes, OpKind, Rank, Seconds, Task, TrainSpec};
 use journal::{Journal, Standing};
 use leaps::Leaps;
 use orphan::Launcher;
 use records::Unasked;
 use runtime::RuntimeError;
 use runtime::checkpoint::{Checkpoint, Found, Leaving, save_keeping};
-use runtime::data::{DataOptions, Dataset, Seen};
+use runtime::data::{DataOptions, Dataset, Seen, Split};
 use runtime::device::cuda::{Matmuls, Multiplier};
 use runtime::device::{Backend, cuda};
 use runtime::execute::{Session, SessionOptions, StateRequest};
@@ -131,6 +131,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         None => Arc::new(dataset(args, &loaded.training)?),
     };
     check_outputs(args, resume.as_deref(), &interrupts)?;
+    warn_of_repeats(&dataset, &loaded.plan.train);
     match args.backend {
         BackendArg::Cpu => fits_machine(&loaded, &setting)?,
         BackendArg::Cuda => has_gpus(args, &loaded, &setting)?,
@@ -599,9 +600,7 @@ fn has_gpus(args: &RunArgs, loaded: &Loaded, setting: &Setting) -> Result<(), Fa
                 Bytes(needed),
                 Bytes(free)
             );
-            let help =
-                "compile with a smaller --global-batch, --sequence or model, or pin more sharding";
-            return Err(Failure::new(Exit::RunFailed, what).help(help));
+            return Err(Failure::new(Exit::RunFailed, what).help(LESS_MEMORY));
         }
     }
     Ok(())
@@ -666,6 +665,24 @@ fn warn_of_other_devices(args: &RunArgs, loaded: &Loaded) {
             c.device.name,
             c.name,
             cluster::PLAN_FOR_THIS_MACHINE
+        ));
+    }
+}
+
+/// Warns that each step has samples more than once, where the data has fewer than a step takes.
+/// What else is wrong with the data is said where it is read.
+fn warn_of_repeats(dataset: &Dataset, train: &TrainSpec) {
+    let (batch, sequence) = (train.global_batch, train.sequence);
+    let windows = dataset.n_windows(Split::Train, sequence as usize);
+    if let Ok(windows) = windows
+        && windows < batch
+    {
+        crate::say(format_args!(
+            "warning: every step repeats the data {:.1} times: it takes {batch} samples of {}, and the part of {} for training has {} of them. Use more data, or compile with a smaller --global-batch.",
+            batch as f64 / windows as f64,
+            ir::counted(sequence, "token"),
+            dataset.path().display(),
+            windows
         ));
     }
 }
@@ -977,24 +994,46 @@ fn fits_machine(loaded: &Loaded, setting: &Setting) -> Result<(), Failure> {
         .fold(0u64, u64::saturating_add);
     // Other hosts have their share of it.
     let needed = needed / processes.max(1) as u64 * here as u64;
-    match super::free_memory() {
-        Some(free) if needed > free => Err(Failure::new(
-            Exit::RunFailed,
-            format!(
-                "the plan's {ranks} ranks need {} together{}, this machine has {} free",
-                Bytes(needed),
-                if here < processes {
-                    " on this host"
-                } else {
-                    ""
-                },
-                Bytes(free)
-            ),
-        )
-        .help("compile with a smaller --global-batch, --sequence or model, or pin more sharding")),
-        _ => Ok(()),
+    let Some(free) = super::free_memory().filter(|free| needed > *free) else {
+        return Ok(());
+    };
+    let needs = format!(
+        "the plan's {ranks} ranks need {} together{}, this machine has {} free",
+        Bytes(needed),
+        if here < processes {
+            " on this host"
+        } else {
+            ""
+        },
+        Bytes(free)
+    );
+    if cluster::is_of_cpu_ranks(&loaded.plan.cluster) {
+        return Err(Failure::new(Exit::RunFailed, needs).help(LESS_MEMORY));
     }
+    // That it is for other devices is more than what they would need here.
+    let what = format!("{}; {needs}", of_other_devices(loaded));
+    Err(Failure::new(Exit::RunFailed, what).help(format!(
+        "run the plan where those devices are; or, {}. To execute this very plan on CPU ranks, {LESS_MEMORY}",
+        cluster::PLAN_FOR_THIS_MACHINE
+    )))
 }
+
+/// Says that the plan is for devices that are not here, or are not those that execute it.
+fn of_other_devices(loaded: &Loaded) -> String {
+    let here = match cuda::count() {
+        Ok(n) if n > 0 => "without --backend cuda its ranks are threads of the CPU",
+        _ => "this machine has no GPU",
+    };
+    format!(
+        "the plan is for {} x {}, and {here}",
+        report::plan::used_devices(&loaded.plan),
+        loaded.plan.cluster.device.name
+    )
+}
+
+/// The advice for ranks that need more memory than there is.
+const LESS_MEMORY: &str =
+    "compile with a smaller --global-batch, --sequence or model, or pin more sharding";
 
 /// Whether steps wait for periodic checkpoints: where that was asked for, or there is no room for
 /// copies of the states.

@@ -53,6 +53,24 @@ impl Watching {
         *self.label.lock().unwrap_or_else(|e| e.into_inner()) = label;
     }
 
+    /// Says in a log that the search goes on, where it has said nothing for long: who waits for it
+    /// calls this now and then.
+    pub fn remind(&self, since: Instant) {
+        if !self.bar().is_hidden() {
+            return;
+        }
+        // A poisoned lock holds a time all the same.
+        let mut told = self.told.lock().unwrap_or_else(|e| e.into_inner());
+        if told.elapsed() >= EVERY {
+            let label = self.label.lock().unwrap_or_else(|e| e.into_inner()).clone();
+            crate::say(format_args!(
+                "{label}: searching for {} s",
+                since.elapsed().as_secs()
+            ));
+            *told = Instant::now();
+        }
+    }
+
     /// Shows further searches, on a new bar.
     pub fn again(&self, message: &'static str) -> ProgressBar {
         let bar = spinner(message);

@@ -3,6 +3,7 @@
 //! pins, so that plans can be told apart and asked for.
 
 use super::account::kinds;
+use super::parallelism::AxisReport;
 use super::plan::{RunReport, StageReport, stages};
 use ir::LayerId;
 use ir::plan::Plan;
@@ -25,6 +26,8 @@ pub struct Degrees {
     /// Ranks that split samples in some ops and features in others, and so are counted as both.
     #[serde(skip)]
     pub both: Span,
+    /// Ranks that all do the same work, which no pin asks for.
+    pub repeated: Span,
     /// Meshes in a row.
     pub pipeline: u32,
     /// Stages on each mesh.
@@ -77,6 +80,7 @@ impl Degrees {
             context: along("context parallel"),
             tensor: along("tensor parallel"),
             both: Span::of(typical.iter().map(|run| both(run))),
+            repeated: Span::of(typical.iter().map(|run| repeated(run))),
             pipeline: plan.n_meshes() as u32,
             r#virtual: plan.schedule.virtual_stages(),
             zero: Span::of(zero.into_iter()),
@@ -99,10 +103,14 @@ impl Degrees {
         "microbatch",
     ];
 
-    /// The cells of a row under [`Degrees::HEADER`].
+    /// The cells of a row under [`Degrees::HEADER`]. `7(x3)` are seven ranks that split samples, three
+    /// times over.
     pub fn cells(&self) -> Vec<String> {
         vec![
-            self.data.to_string(),
+            match self.repeated {
+                Span(1, 1) => self.data.to_string(),
+                n => format!("{}(x{n})", self.data),
+            },
             self.tensor.to_string(),
             self.context.to_string(),
             self.expert.to_string(),
@@ -118,10 +126,42 @@ impl Degrees {
     }
 }
 
+impl Degrees {
+    /// Whether the plan has what these pins ask for; false where one of them is no degree.
+    pub fn keep(&self, pins: &[String]) -> bool {
+        let is = |span: Span, value: &str| value.parse().is_ok_and(|n| span == Span(n, n));
+        let mut pins = pins.iter().flat_map(|p| p.split_whitespace());
+        pins.all(|pin| match pin.split_once('=') {
+            Some(("data", n)) => is(self.data, n),
+            Some(("tensor", n)) => is(self.tensor, n),
+            Some(("context", n)) => is(self.context, n),
+            Some(("expert", n)) => is(self.expert, n),
+            Some(("replicas", n)) => is(self.replicas, n),
+            Some(("zero", n)) => is(self.zero, n),
+            Some(("pipeline", n)) => is(Span(self.pipeline, self.pipeline), n),
+            Some(("virtual", n)) => is(Span(self.r#virtual, self.r#virtual), n),
+            Some(("microbatch", n)) => n.parse() == Ok(self.microbatch),
+            Some(("recompute", how)) => how == self.recompute,
+            _ => false,
+        })
+    }
+
+    /// Where another plan's degrees differ: `ZeRO (0 in place of 2)`. Empty where all are the same.
+    pub fn differences(&self, other: &Degrees) -> Vec<String> {
+        let cells = self.cells().into_iter().zip(other.cells());
+        let all = Degrees::HEADER.into_iter().zip(cells);
+        let differ = all.filter(|(_, (own, others))| own != others);
+        differ
+            .map(|(name, (own, others))| format!("{name} ({others} in place of {own})"))
+            .collect()
+    }
+}
+
 impl fmt::Display for Degrees {
     /// `data=8 tensor=4 pipeline=2 zero=1 recompute=none microbatch=16`; degrees of one that few
     /// plans have are left out. `data=3 tensor=3 (the same 3 in turn)` are three ranks, which split
-    /// samples in some ops and features in others.
+    /// samples in some ops and features in others. Ranks that repeat work stand in words at the
+    /// end: as a pin, `replicas` would be a part of `data`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "data={} tensor={}", self.data, self.tensor)?;
         if self.both != Span(1, 1) {
@@ -144,7 +184,11 @@ impl fmt::Display for Degrees {
             f,
             " zero={} recompute={} microbatch={}",
             self.zero, self.recompute, self.microbatch
-        )
+        )?;
+        match self.repeated {
+            Span(1, 1) => Ok(()),
+            n => write!(f, " ({n} ranks repeat each part of the work)"),
+        }
     }
 }
 
@@ -196,16 +240,24 @@ fn both(run: &RunReport) -> u32 {
     axes.map(|a| a.size).product()
 }
 
-/// The ZeRO level over the axes that split samples, and how many copies there are of what it splits.
+/// Counts the ranks along the axes that split no work.
+fn repeated(run: &RunReport) -> u32 {
+    let axes = run.axes.iter().filter(|a| a.does.is_empty());
+    axes.map(|a| a.size).product()
+}
+
+/// The ZeRO level over the axes that split samples or no work, and over how many ranks of those
+/// that split samples there are copies of what it splits.
 fn states(run: &RunReport) -> (u32, u32) {
+    let level = |a: &AxisReport| u32::from(a.zero.unwrap_or(0));
     let axes = run.axes.iter().filter(|a| a.size > 1);
-    let data = axes.filter(|a| does(&a.does, "data parallel") || a.does.is_empty());
-    let data: Vec<(u32, u32)> = data
-        .map(|a| (u32::from(a.zero.unwrap_or(0)), a.size))
-        .collect();
-    let zero = data.iter().map(|(zero, _)| *zero).max().unwrap_or(0);
-    let whole = data.iter().filter(|(own, _)| zero > 0 && *own == 0);
-    (zero, whole.map(|(_, n)| *n).product())
+    let splits_samples = |a: &AxisReport| does(&a.does, "data parallel");
+    let resting = axes
+        .clone()
+        .filter(|a| splits_samples(a) || a.does.is_empty());
+    let zero = resting.map(level).max().unwrap_or(0);
+    let whole = axes.filter(|a| splits_samples(a) && zero > 0 && level(a) == 0);
+    (zero, whole.map(|a| a.size).product())
 }
 
 /// Names what the layers recompute, by the runs that stand for their stages.
@@ -218,5 +270,81 @@ fn recompute(typical: &[&RunReport]) -> &'static str {
         [one] if one.ends_with("(full)") => "full",
         [_] => "selective",
         _ => "in part",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn axis(size: u32, does: &str, zero: u8) -> AxisReport {
+        AxisReport {
+            axis: "x".into(),
+            size,
+            does: Vec::from_iter((!does.is_empty()).then(|| does.to_string())),
+            zero: Some(zero),
+            zero_share: 1.0,
+            splits_others: false,
+        }
+    }
+
+    fn run(axes: Vec<AxisReport>) -> RunReport {
+        RunReport {
+            layers: "h.0".into(),
+            axes,
+            recompute: Vec::new(),
+            recompute_words: String::new(),
+            resting_words: String::new(),
+            n_layers: 1,
+        }
+    }
+
+    #[test]
+    fn ranks_that_repeat_work_are_no_replicas() {
+        let own = run(vec![axis(7, "data parallel", 2), axis(3, "", 0)]);
+        assert_eq!(states(&own), (2, 1));
+        assert_eq!(repeated(&own), 3);
+        let hsdp = run(vec![
+            axis(8, "data parallel", 3),
+            axis(2, "data parallel", 0),
+        ]);
+        assert_eq!(states(&hsdp), (3, 2));
+        assert_eq!(repeated(&hsdp), 1);
+        // Pins alone stand before the brackets.
+        let degrees = Degrees {
+            data: Span(7, 7),
+            expert: Span(1, 1),
+            context: Span(1, 1),
+            tensor: Span(1, 1),
+            both: Span(1, 1),
+            repeated: Span(3, 3),
+            pipeline: 2,
+            r#virtual: 1,
+            zero: Span(2, 2),
+            replicas: Span(1, 1),
+            recompute: "none",
+            microbatch: 7,
+        };
+        let words = degrees.to_string();
+        assert_eq!(
+            words,
+            "data=7 tensor=1 pipeline=2 zero=2 recompute=none microbatch=7 (3 ranks repeat each part of the work)"
+        );
+        assert_eq!(degrees.cells()[0], "7(x3)");
+        let asked = |pins: &str| degrees.keep(&[pins.to_string()]);
+        assert!(asked("data=7 tensor=1 zero=2 recompute=none microbatch=7"));
+        assert!(!asked("data=7 tensor=2"));
+        assert!(!asked("schedule=1f1b"));
+        let other = Degrees {
+            zero: Span(0, 0),
+            microbatch: 14,
+            ..degrees.clone()
+        };
+        assert_eq!(
+            degrees.differences(&other),
+            ["ZeRO (0 in place of 2)", "microbatch (14 in place of 7)"]
+        );
+        let (pins, _) = words.split_once(" (").unwrap();
+        assert!(planner::Pins::parse(&Vec::from_iter(pins.split(' ').map(String::from))).is_ok());
     }
 }

@@ -15,6 +15,7 @@ pub mod against;
 pub mod collectives;
 pub mod degrees;
 pub mod parallelism;
+pub mod place;
 pub mod plan;
 pub mod roofline;
 pub mod software;

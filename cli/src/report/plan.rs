@@ -134,16 +134,23 @@ pub fn repeated_work(stages: &[StageReport]) -> Vec<String> {
             }
         };
         format!(
-            "the {size} ranks along axis {name} of {whose} all do the same work: 1 of {size} of the devices would be as fast"
+            "the {size} ranks along axis {name} of {whose} all do the same work: 1 of {size} of the devices would be at least as fast"
         )
     });
     said.collect()
+}
+
+/// The lines about [`repeated_work`] that stand below a prediction, which they put into doubt.
+fn repeated_notes(plan: &Plan, training: &TrainingGraph) -> String {
+    let notes = repeated_work(&stages(plan, training)).into_iter();
+    notes.map(|note| format!("Note: {note}.\n")).collect()
 }
 
 /// Describes the plan on one screen: what runs where, and what it is predicted to take.
 pub fn brief(plan: &Plan, training: &TrainingGraph) -> String {
     let mut w = described(plan, training);
     let _ = writeln!(w, "\n{}", predicted_line(plan, &plan.predicted));
+    w += &repeated_notes(plan, training);
     if let Some(found) = mistake(plan, training, plan.predicted.step_time_s.0, "predicted") {
         let _ = writeln!(w, "{found}");
     }
@@ -200,7 +207,11 @@ fn simpler(plan: &Plan) -> Option<String> {
 pub fn words(plan: &Plan, training: &TrainingGraph) -> String {
     let mut w = described(plan, training);
     w.push('\n');
-    w += &predicted(plan, &plan.predicted);
+    let figures = predicted(plan, &plan.predicted);
+    let (first, rest) = figures.split_once('\n').unwrap_or((&figures, ""));
+    let _ = writeln!(w, "{first}");
+    w += &repeated_notes(plan, training);
+    w += rest;
     if let Some(found) = mistake(plan, training, plan.predicted.step_time_s.0, "predicted") {
         let _ = writeln!(w, "{found}");
     }
@@ -439,6 +450,9 @@ fn heading(plan: &Plan) -> String {
         c.name,
         devices.join(", ")
     );
+    if let Some(words) = network(c) {
+        let _ = writeln!(w, "Network: {words}");
+    }
     let _ = writeln!(
         w,
         "{task}: global batch {}, {}, {}{optimizer}",
@@ -467,6 +481,27 @@ fn heading(plan: &Plan) -> String {
         let _ = writeln!(w, "Pinned: {}", plan.pins.join(", "));
     }
     w
+}
+
+/// The cards by which a host reaches others: `ethernet, 1 x 25 Gb/s card a host for 8 devices`.
+/// Nothing where there is one host, hosts are unlike each other, or the cluster is of CPU ranks.
+fn network(c: &Cluster) -> Option<String> {
+    let is_of_equal_hosts = c.pool.is_none() && c.is_equal() && c.degraded.is_empty();
+    let between = c.levels.last().filter(|_| c.levels.len() > 1)?;
+    if c.n_hosts < 2 || !is_of_equal_hosts || between.devices_per_port == 0 {
+        return None;
+    }
+    let cards = c.devices_per_host.div_ceil(between.devices_per_port);
+    Some(format!(
+        "{}, {cards} x {} Gb/s {} a host for {}",
+        between.name,
+        between.bandwidth_bytes_per_s * 8.0 / 1e9,
+        match cards {
+            1 => "card",
+            _ => "cards",
+        },
+        counted(c.devices_per_host, "device")
+    ))
 }
 
 /// Says how many tokens the experts of a mixture take; empty for a model without.
@@ -1002,6 +1037,25 @@ mod tests {
     }
 
     #[test]
+    fn the_cards_of_a_host_are_said_where_there_are_several_hosts() {
+        let said = |name: &str, hosts| network(&cost_model::presets::load(name, hosts).unwrap());
+        assert_eq!(said("dgx-h100", 1), None);
+        assert_eq!(
+            said("dgx-h100", 2).unwrap(),
+            "infiniband, 8 x 400 Gb/s cards a host for 8 devices"
+        );
+        let cards = "h100-pcie*7+pcie5+ethernet-25";
+        assert_eq!(
+            said(cards, 2).unwrap(),
+            "ethernet, 1 x 25 Gb/s card a host for 7 devices"
+        );
+        assert_eq!(
+            said(&format!("{cards}*7"), 2).unwrap(),
+            "ethernet, 7 x 25 Gb/s cards a host for 7 devices"
+        );
+    }
+
+    #[test]
     fn ranks_that_repeat_each_others_work_are_named() {
         let axis = |name: &str, does: &[&str], zero| AxisReport {
             axis: name.into(),
@@ -1029,6 +1083,8 @@ mod tests {
         let repeated = said(axis("x", &[], Some(0)));
         assert_eq!(repeated.len(), 1);
         assert!(repeated[0].contains("axis x of stage 0"), "{repeated:?}");
+        let ends = "1 of 4 of the devices would be at least as fast";
+        assert!(repeated[0].ends_with(ends), "{repeated:?}");
         assert!(said(axis("x", &["data parallel"], Some(0))).is_empty());
         // Its ranks hold parts of the optimizer's states.
         assert!(said(axis("x", &[], Some(1))).is_empty());

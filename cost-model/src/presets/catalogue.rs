@@ -18,7 +18,7 @@ macro_rules! devices {
         [$(($name, include_str!(concat!("../../../clusters/devices/", $name, ".toml")))),*]
     };
 }
-const DEVICES: [(&str, &str); 18] = devices![
+const DEVICES: [(&str, &str); 22] = devices![
     "a100-pcie-40gb",
     "a100-pcie-80gb",
     "a100-sxm-40gb",
@@ -33,6 +33,10 @@ const DEVICES: [(&str, &str); 18] = devices![
     "h100-sxm",
     "h100-sxm-96gb-500w",
     "h200-sxm",
+    "l4",
+    "l40s",
+    "rtx-4090",
+    "rtx-a6000",
     "v100-pcie-16gb",
     "v100-pcie-32gb",
     "v100-sxm2-16gb",
@@ -313,6 +317,13 @@ impl Catalogue {
     pub(super) fn is_network(&self, link: &str) -> bool {
         let link = self.links.get(link);
         link.is_some_and(|l| l.network_step.is_some())
+    }
+
+    /// Whether the link is a network over sockets: of such a host has one card, unless it is said
+    /// to have more.
+    pub(super) fn is_over_sockets(&self, link: &str) -> bool {
+        let link = self.links.get(link);
+        link.is_some_and(|l| l.network_step.as_deref() == Some("tcp"))
     }
 
     /// The cluster of a system; the error names what the catalogue does not have.

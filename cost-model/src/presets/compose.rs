@@ -7,9 +7,10 @@ use super::catalogue::{Catalogue, System};
 
 const FORM: &str = "expected DEVICE*COUNT+LINK or DEVICE*COUNT+LINK+LINK*CARDS, such as h100-sxm*8+nvlink4+roce-400*4";
 
-/// The system that `text` means: counts may be left out, and are eight devices in a host and a
-/// card for each; without a link between hosts there is one host. Says what is wrong: the form,
-/// a count, a part that the catalogue does not have or one in the wrong place.
+/// The system that `text` means: counts may be left out, and are eight devices in a host and a card
+/// for each, or one in all for Ethernet over sockets; without a link between hosts there is one
+/// host. Says what is wrong: the form, a count, a part that the catalogue does not have or one in
+/// the wrong place.
 pub(super) fn system(catalogue: &Catalogue, text: &str) -> Result<System, String> {
     let parts: Vec<&str> = text.split('+').collect();
     let (device, inside, between) = match parts[..] {
@@ -42,7 +43,12 @@ pub(super) fn system(catalogue: &Catalogue, text: &str) -> Result<System, String
     let (between, cards) = match between {
         None => (None, 0),
         Some(part) => {
-            let (between, cards) = counted(part, devices_per_host)?;
+            let name = part.split('*').next().unwrap_or(part);
+            let cards = match catalogue.is_over_sockets(name) {
+                true => 1,
+                false => devices_per_host,
+            };
+            let (between, cards) = counted(part, cards)?;
             known("link", between, catalogue.links())?;
             if !catalogue.is_network(between) {
                 return Err(format!(

@@ -204,6 +204,13 @@ fn compositions_count_devices_and_cards() {
     let few = find("h100-sxm*8+nvlink4+roce-400*4").unwrap().unwrap();
     assert_eq!(few.levels[1].bandwidth_bytes_per_s, 50e9);
     assert_eq!(few.levels[1].devices_per_port, 2);
+    // One card of 1.25 GB/s, unless more are asked for.
+    for (cards, devices_per_port) in [("", 7), ("*1", 7), ("*7", 1)] {
+        let name = format!("rtx-4090*7+pcie4+ethernet-10{cards}");
+        let level = &find(&name).unwrap().unwrap().levels[1];
+        assert_eq!(level.devices_per_port, devices_per_port, "{name}");
+        assert_eq!(level.bandwidth_bytes_per_s, 1.25e9);
+    }
     assert_eq!(find("dgx-h1000"), Ok(None));
     for (name, says) in [
         ("h100+nvlink4+roce-400", "devices are a100-pcie-40gb"),

@@ -51,6 +51,8 @@ enum Relaxed {
 const FAR: u32 = 8;
 /// The same for ways out, the smallest change first.
 const NEAR: [u32; 3] = [2, 4, 8];
+/// The most times as many hosts that are tried first.
+const MOST_TIMES: u64 = 128;
 /// Sequences are not cut below this: nobody would train so.
 const SHORTEST: u64 = 128;
 /// The most ways out that are named.
@@ -67,6 +69,7 @@ pub fn failure(asked: &Asked<'_>, e: PlanError, limit: Duration) -> Failure {
         return Failure::from(e);
     }
     let message = e.to_string();
+    let lack = lack(&e);
     let mut trials = Trials {
         asked,
         until: Instant::now() + limit,
@@ -74,7 +77,7 @@ pub fn failure(asked: &Asked<'_>, e: PlanError, limit: Duration) -> Failure {
         stopped: false,
     };
     // Ways out come first: who has no plan wants one more than a reason.
-    let ways = trials.ways();
+    let ways = trials.ways(lack);
     let conflict = trials.conflict();
     let mut words = message;
     if let Some((needed, relaxed)) = &conflict {
@@ -83,6 +86,24 @@ pub fn failure(asked: &Asked<'_>, e: PlanError, limit: Duration) -> Failure {
     }
     let failure = Failure::new(Exit::Infeasible, words);
     failure.help(trials.help(&ways))
+}
+
+/// How many times as many hosts there would have to be, at least, for what does not fit the memory:
+/// a power of two, as what a plan splits. Nothing where it is not memory that is short.
+fn lack(e: &PlanError) -> Option<u32> {
+    match e {
+        PlanError::Memory {
+            needed, capacity, ..
+        } => {
+            let times = needed.div_ceil((*capacity).max(1)).min(MOST_TIMES);
+            u32::try_from(times)
+                .ok()?
+                .max(2)
+                .checked_next_power_of_two()
+        }
+        PlanError::Overrun { .. } => Some(2),
+        _ => None,
+    }
 }
 
 /// Searches under relaxed constraints.
@@ -129,10 +150,22 @@ impl Trials<'_> {
     }
 
     /// Single changes that give a plan, with its step time, the smallest change of each constraint.
-    /// Where the largest gives none, smaller ones are not tried.
-    fn ways(&mut self) -> Vec<(Relaxed, f64)> {
+    /// Where the largest gives none, smaller ones are not tried. Where memory is short, so many
+    /// times as many hosts as it `lack`s come first: a search may take all of the time, and this
+    /// change gives a plan most often.
+    fn ways(&mut self, lack: Option<u32>) -> Vec<(Relaxed, f64)> {
         let mut ways = Vec::new();
+        if let Some(lack) = lack {
+            match self.more_hosts(lack) {
+                Some(found) => ways.extend(found),
+                None => return ways,
+            }
+        }
+        let is_tried = |change: &Relaxed| lack.is_some() && matches!(change, Relaxed::Hosts(_));
         for changes in self.asked.near() {
+            if changes.first().is_some_and(is_tried) {
+                continue;
+            }
             match changes.last().map(|c| self.step_s(std::slice::from_ref(c))) {
                 None | Some(Some(None)) => continue,
                 Some(None) => return ways,
@@ -152,13 +185,49 @@ impl Trials<'_> {
         ways
     }
 
+    /// The least number of hosts that was tried and has a plan, if any: first `by` times as many,
+    /// then fewer where that has one, and more where it has none. Nothing where the time is used up
+    /// before there is one.
+    fn more_hosts(&mut self, by: u32) -> Option<Option<(Relaxed, f64)>> {
+        let Some(first) = self.asked.hosts(by) else {
+            return Some(None);
+        };
+        let mut try_all = |all: Vec<u32>| {
+            for by in all {
+                let Some(change) = self.asked.hosts(by) else {
+                    continue;
+                };
+                if let Some(step_s) = self.step_s(std::slice::from_ref(&change))? {
+                    return Some(Some((change, step_s)));
+                }
+            }
+            Some(None)
+        };
+        let powers = |from: u32, below: u32| {
+            let all = std::iter::successors(Some(from), |n| n.checked_mul(2));
+            all.take_while(move |n| *n < below).collect::<Vec<u32>>()
+        };
+        match try_all(vec![by])? {
+            // That it is found already is no less true where the time is used up for fewer.
+            Some((_, step_s)) => {
+                let fewer = try_all(powers(2, by)).flatten();
+                Some(Some(fewer.unwrap_or((first, step_s))))
+            }
+            None => try_all(powers(by.saturating_mul(2), by.saturating_mul(FAR))),
+        }
+    }
+
     /// Names what was tried and fits.
     fn help(&self, ways: &[(Relaxed, f64)]) -> String {
         let named = ways.iter().take(NAMED).map(|(change, step_s)| {
             format!("{} ({} a step)", self.asked.way(change), Seconds(*step_s))
         });
         let named: Vec<String> = named.collect();
-        let tried = counted(self.known.len() as u64, "change");
+        let singly = self.known.iter().filter_map(|(r, _)| match r.as_slice() {
+            [one] => Some(self.asked.way(one)),
+            _ => None,
+        });
+        let tried = singly.collect::<Vec<_>>().join(", ");
         let stopped = match self.stopped {
             true => "; more time finds more, as --ways-out 300 (seconds)",
             false => "",
@@ -172,7 +241,7 @@ impl Trials<'_> {
                 "--ways-out 60 tries for so many seconds what would give a plan".into()
             }
             true => format!(
-                "tried {tried} of constraints, and none has a plan{stopped}; `meshwright fits` finds the smallest number of devices that has one"
+                "tried, each by itself: {tried}; none has a plan{stopped}; `meshwright fits` finds the smallest number of devices that has one"
             ),
         }
     }
@@ -319,4 +388,32 @@ fn conflict_words(asked: &Asked<'_>, needed: &[Relaxed], relaxed: &[Relaxed]) ->
         "What leaves no plan{together}: {}, with {memory} of memory on a device.{even} {any}. All of this was tried.",
         named.join("; ")
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hosts_that_are_tried_first_follow_from_the_bytes_that_are_short() {
+        let short = |needed: u64, capacity: u64| {
+            let e = PlanError::Memory {
+                n_stages: 1,
+                layers: "h.0".into(),
+                devices: 8,
+                in_flight: 1,
+                needed,
+                capacity,
+            };
+            lack(&e)
+        };
+        // 152.79 GiB of 75.46 GiB are a little more than twice as many.
+        assert_eq!(short(15_279, 7_546), Some(4));
+        assert_eq!(short(15_000, 7_546), Some(2));
+        assert_eq!(short(7_547, 7_546), Some(2));
+        assert_eq!(short(u64::MAX, 1), Some(128));
+        assert_eq!(short(1, 0), Some(2));
+        assert_eq!(lack(&PlanError::Overrun { bytes: 1 }), Some(2));
+        assert_eq!(lack(&PlanError::Strategies(String::new())), None);
+    }
 }

@@ -307,7 +307,16 @@ pub fn records_aside(args: &RunArgs, losses: u32) -> String {
         return String::new();
     };
     match record::set_aside(folder, &format!("before-loss-{losses}")) {
-        Ok(aside) => format!("\n  records of the ranks before: {}", aside.display()),
+        Ok(aside) => {
+            let until = match args.records_by_default {
+                true => ", until the run is done (--record DIR keeps them)",
+                false => "",
+            };
+            format!(
+                "\n  records of the ranks before: {}{until}",
+                aside.display()
+            )
+        }
         // No reason to end a run that goes on.
         Err(e) => format!("\n  records of the ranks before are not kept: {e}"),
     }

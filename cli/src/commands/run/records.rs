@@ -12,6 +12,7 @@ use crate::failure::Failure;
 use crate::interrupt::Interrupts;
 use crate::outputs;
 use crate::plan_file::Loaded;
+use crate::report::place::{in_words, without_empty};
 use ir::Rank;
 use runtime::RuntimeError;
 use runtime::record::{self, Doing, Fate, Recording, Seen, Verdict};
@@ -146,11 +147,11 @@ fn examined(
     loaded: &Loaded,
     (error, company): (&RuntimeError, Option<&Company>),
 ) -> (String, Option<Verdict>) {
-    let words = error.to_string();
+    let plain = plain(loaded, error);
     // There may be none, as where no folder could be made.
     let seen = args.record.as_ref().map(|folder| record::read(folder));
     let Some(Ok(mut seen)) = seen else {
-        return (words, None);
+        return (plain, None);
     };
     seen.retain(|s| s.plan == loaded.hash);
     let doing = record::diagnose(&loaded.program, &seen).map(|d| d.ranks);
@@ -159,18 +160,34 @@ fn examined(
         .values_mut()
         .for_each(|doing| forget_absent(doing, &seen));
     let verdict = Verdict {
-        error: words.clone(),
+        error: error.to_string(),
         found: found(error, (&seen, &doing), company),
     };
     let named = match error {
         RuntimeError::Gone { rank, .. } => Some(*rank),
         _ => None,
     };
-    let words = match account((named, &verdict.found), (&seen, &doing)) {
-        Some(account) => format!("{words}. {account}"),
-        None => words,
+    let words = match account(loaded, (named, &verdict.found), (&seen, &doing)) {
+        Some(account) => format!("{plain}. {account}"),
+        None => plain,
     };
     (words, Some(verdict))
+}
+
+/// The words of an error, with the place of an instruction as people call it.
+fn plain(loaded: &Loaded, error: &RuntimeError) -> String {
+    match error {
+        RuntimeError::Instruction {
+            rank,
+            stage,
+            instruction,
+            source,
+        } => {
+            let place = in_words(loaded, *rank, instruction);
+            format!("{rank} ({stage}), in {place}: {}", plain(loaded, source))
+        }
+        other => without_empty(&other.to_string()),
+    }
 }
 
 /// Takes those for whom there is no record out of a wait: they may be on another host.
@@ -284,6 +301,7 @@ fn found(
 /// Where ranks that were lost or missed had come to, and who waited for them, in words; nothing where no
 /// record says so.
 fn account(
+    loaded: &Loaded,
     (named, found): (Option<Rank>, &BTreeMap<Rank, Fate>),
     (seen, doing): (&[Seen], &BTreeMap<Rank, Doing>),
 ) -> Option<String> {
@@ -308,12 +326,17 @@ fn account(
             n if n > MOST_WAITING => format!("{n} ranks"),
             _ => names(waiting.iter().map(|(other, _)| *other)),
         };
+        let place_of = |(rank, what): &(Rank, &String)| in_words(loaded, *rank, what);
         let waited = match &waiting[..] {
             [] => String::new(),
-            [(_, what)] => format!("; {who} waited for it in {what}"),
-            [(first, what), ..] => format!("; {who} waited for it, {first} in {what}"),
+            [one] => format!("; {who} waited for it in {}", place_of(one)),
+            [one, ..] => format!("; {who} waited for it, {} in {}", one.0, place_of(one)),
         };
-        let place = format!("{rank}{} {}{waited}", when(seen), activity(own));
+        let place = format!(
+            "{rank}{} {}{waited}",
+            when(seen),
+            activity(loaded, rank, own)
+        );
         is_told.then_some(place)
     };
     // Whom the error names comes first.
