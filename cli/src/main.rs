@@ -61,15 +61,18 @@ fn main() -> ExitCode {
     let result = std::panic::catch_unwind(|| dispatch(cli.verb));
     match result {
         Ok(Ok(())) => ExitCode::SUCCESS,
-        Ok(Err(failure)) => {
-            let exit = failure.exit();
-            // It keeps to the width itself, and shows lines of files as they are.
-            let report = miette::Report::new(failure.laid_out());
-            let _ = writeln!(std::io::stderr().lock(), "{report:?}");
-            ExitCode::from(exit as u8)
-        }
+        Ok(Err(failure)) => ExitCode::from(tell(failure)),
         Err(_) => ExitCode::from(Exit::Internal as u8),
     }
+}
+
+/// Prints a failure on standard error, and returns its exit code.
+pub(crate) fn tell(failure: failure::Failure) -> u8 {
+    let exit = failure.exit();
+    // It keeps to the width itself, and shows lines of files as they are.
+    let report = miette::Report::new(failure.laid_out());
+    let _ = writeln!(std::io::stderr().lock(), "{report:?}");
+    exit as u8
 }
 
 /// Prints sentences on standard error, wrapped. That nobody reads them any more is no failure.

@@ -13,6 +13,7 @@ use std::fmt::Display;
 use std::path::Path;
 
 /// A plan that passed its check, with what was rebuilt from it.
+#[derive(Clone)]
 pub struct Loaded {
     /// The plan.
     pub plan: Plan,

@@ -218,7 +218,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     let failure_of = |e: RuntimeError, words: String| {
         let is_loss = e.is_watchdog() || matches!(e, RuntimeError::Gone { .. });
         let failure = records::failure(args, e, words);
-        match is_loss && interrupts.is_asked() {
+        match is_loss && interrupts.is_asked() && !setting.end_with_one() {
             true => {
                 let what = format!("interrupted, and the run did not end in order: {failure}");
                 failure.saying(what).exiting(Exit::Interrupted)
@@ -445,11 +445,18 @@ fn serve(
             std::process::exit(Exit::RunFailed as i32)
         }
         Err((e, words)) => Err(records::failure(args, e, words)),
-        // Process 0 has said so. Whoever starts processes again has to see it in each of them.
-        Ok(true) => std::process::exit(Exit::Interrupted as i32),
-        Ok(false) => Ok(()),
+        // Process 0 says so. Whoever starts processes again has to see it in each of them, but some
+        // launchers end all when one ends like that: process 0 has its words first.
+        Ok(true) if !setting.end_with_one() => {
+            std::thread::sleep(TO_SPEAK);
+            std::process::exit(Exit::Interrupted as i32)
+        }
+        Ok(_) => Ok(()),
     }
 }
+
+/// How long the last words of process 0 take.
+const TO_SPEAK: Duration = Duration::from_secs(1);
 
 fn backend(args: &RunArgs) -> Backend {
     match args.backend {

@@ -10,7 +10,8 @@
 //! * [`rendezvous`] brings the processes of a run together and connects each with each.
 //! * [`lines`] carries frames: a thread that writes and one that reads for every other process,
 //!   so that neither end ever waits for the other to listen.
-//! * `mpi` carries them through an MPI library instead (feature `mpi`).
+//! * `mpi` carries them through an MPI library instead (feature `mpi`), and `neighbours` sees there
+//!   that a process of this host has ended.
 //! * [`member`] is a process without the coordinator: it does what that one asks of its ranks.
 //! * [`pulse`] lets these hear that the coordinator goes on.
 //!
@@ -27,6 +28,8 @@ mod lines;
 mod member;
 #[cfg(feature = "mpi")]
 mod mpi;
+#[cfg(all(target_os = "linux", any(test, feature = "mpi")))]
+mod neighbours;
 mod pulse;
 mod rendezvous;
 #[doc(hidden)]
@@ -41,7 +44,7 @@ pub use handshake::{Token, TokenError};
 pub use lines::{Ending, Processes};
 pub use member::serve;
 #[cfg(feature = "mpi")]
-pub use mpi::Mpi;
+pub use mpi::{Departed, LastWords, Mpi};
 pub use rendezvous::{Fingerprint, Host, JoinError, Place, Way, join};
 #[cfg(all(feature = "testing", feature = "mpi"))]
 pub use suite::passes_by_mpi;

@@ -3,8 +3,16 @@
 //!
 //! A message of MPI is a run of bytes of the connection, an empty one its end. One thread takes in
 //! all that arrives: the library's own ways to wait would keep a processor busy for every process.
+//!
+//! The library says to nobody that a process is gone. `mpirun` ends all others then, and gives them a
+//! moment to do so in order (Open MPI a second from its SIGTERM on), in which a rank may well be in
+//! the middle of an instruction. That thread sees within [`LOOK_AROUND`] that a process of this
+//! host has ended. One of those that are left says so, whatever its ranks do. Where nobody ends the
+//! others, the connection of the one that is gone has ended, and its absence is found as over TCP.
 
 use super::lines::{Connection, Processes};
+#[cfg(target_os = "linux")]
+use super::neighbours::Neighbour;
 use super::rendezvous::{Fingerprint, JoinError, Place, Who};
 use mpi::environment::Universe;
 use mpi::topology::SimpleCommunicator;
@@ -30,10 +38,31 @@ const LONGEST: usize = 1 << 30;
 const LOOKS: u32 = 200;
 /// The pause.
 const PAUSE: Duration = Duration::from_micros(50);
+/// So often is looked whether a process of this host has ended.
+#[cfg(target_os = "linux")]
+const LOOK_AROUND: Duration = Duration::from_millis(20);
+/// So long the others leave it to the launcher to end them, once one of them says what happened.
+#[cfg(target_os = "linux")]
+const LEFT_TO_LAUNCHER: Duration = Duration::from_secs(5);
 /// The same while processes come together.
 const BETWEEN_LOOKS: Duration = Duration::from_millis(5);
 /// How much longer than process 0 waits the others wait for its answer.
 const ANSWER: Duration = Duration::from_secs(5);
+
+/// A process of this host that has ended in the middle of a run.
+#[derive(Clone, Debug)]
+pub struct Departed {
+    /// Which one of the run it was.
+    pub process: usize,
+    /// Its number on its host.
+    pub pid: u32,
+    /// Its host.
+    pub host: String,
+}
+
+/// What is done when another process of this host has ended, by the first one that is left there: all of
+/// them are about to be killed.
+pub type LastWords = Box<dyn FnOnce(Departed) + Send>;
 
 /// The MPI library of this process, ended when this is dropped, after its [`Processes`].
 pub struct Mpi {
@@ -107,6 +136,7 @@ impl Mpi {
         &self,
         fingerprint: &Fingerprint,
         patience: Duration,
+        last_words: Option<LastWords>,
     ) -> Result<Processes, JoinError> {
         let (world, place) = (SimpleCommunicator::world(), self.place);
         let until = Instant::now() + patience;
@@ -144,7 +174,8 @@ impl Mpi {
             };
             connections.push(Some(Arc::new(connection) as Arc<dyn Connection>));
         }
-        let taking_in = std::thread::spawn(move || take_in(senders));
+        let around = Around::new(&all, place.index, last_words);
+        let taking_in = std::thread::spawn(move || take_in(senders, around));
         Ok(Processes::new(place, all, connections).with_behind(taking_in, &self.has_left))
     }
 
@@ -255,14 +286,100 @@ fn heard<T: for<'a> Deserialize<'a>>(words: &[u8]) -> Result<T, JoinError> {
     rmp_serde::from_slice(words).map_err(what)
 }
 
-/// Takes in what arrives from all processes until each has finished.
-fn take_in(mut to: Vec<Option<Sender<Vec<u8>>>>) {
+/// The processes of this host, looked at now and then.
+#[cfg(target_os = "linux")]
+struct Around {
+    me: usize,
+    /// By process.
+    all: Vec<Option<(Neighbour, Departed)>>,
+    /// Those that were seen to have ended; what they sent before may still arrive.
+    ended: Vec<usize>,
+    looked: Instant,
+    last_words: Option<LastWords>,
+}
+
+#[cfg(target_os = "linux")]
+impl Around {
+    fn new(all: &[Who], me: usize, last_words: Option<LastWords>) -> Self {
+        let others = all.iter().enumerate();
+        let find = |(process, who): (usize, &Who)| {
+            let departed = Departed {
+                process,
+                pid: who.pid,
+                host: who.host.clone(),
+            };
+            let neighbour = Neighbour::find(who).filter(|_| process != me)?;
+            Some((neighbour, departed))
+        };
+        Around {
+            me,
+            all: others.map(find).collect(),
+            ended: Vec::new(),
+            looked: Instant::now(),
+            last_words,
+        }
+    }
+    /// Looks, when nothing has arrived, and it is time. Returns those that had ended by the look before:
+    /// nothing will arrive of them any more. One that has said so before it ended is not among them.
+    fn look<T>(&mut self, open: &[Option<T>]) -> Vec<usize> {
+        if self.looked.elapsed() < LOOK_AROUND {
+            return Vec::new();
+        }
+        let gone = std::mem::take(&mut self.ended);
+        let mut first = None;
+        for (process, place) in self.all.iter_mut().enumerate() {
+            let has_ended = |(neighbour, _): &mut (Neighbour, Departed)| neighbour.is_gone();
+            let Some((_, departed)) = place.take_if(has_ended) else {
+                continue;
+            };
+            if open.get(process).is_some_and(Option::is_some) {
+                self.ended.push(process);
+                first.get_or_insert(departed);
+            }
+        }
+        if let Some((departed, last_words)) = first.and_then(|d| Some((d, self.last_words.take()?)))
+        {
+            // The first one that is left speaks, and ends.
+            match self
+                .all
+                .iter()
+                .position(Option::is_some)
+                .is_none_or(|p| p > self.me)
+            {
+                true => last_words(departed),
+                false => std::thread::sleep(LEFT_TO_LAUNCHER),
+            }
+        }
+        self.looked = Instant::now();
+        gone
+    }
+}
+
+/// Elsewhere it cannot be seen.
+#[cfg(not(target_os = "linux"))]
+struct Around;
+
+#[cfg(not(target_os = "linux"))]
+impl Around {
+    fn new(_: &[Who], _: usize, _: Option<LastWords>) -> Self {
+        Around
+    }
+    fn look<T>(&mut self, _: &[Option<T>]) -> Vec<usize> {
+        Vec::new()
+    }
+}
+
+/// Takes in what arrives from all processes until each has finished, or has ended without.
+fn take_in(mut to: Vec<Option<Sender<Vec<u8>>>>, mut around: Around) {
     let world = SimpleCommunicator::world();
     let mut looks = 0;
     while to.iter().any(Option::is_some) {
         let found = world.any_process().immediate_matched_probe_with_tag(BYTES);
         let Some((message, status)) = found else {
             looks += 1;
+            for process in around.look(&to) {
+                to[process] = None;
+            }
             match looks > LOOKS {
                 true => std::thread::sleep(PAUSE),
                 false => std::thread::yield_now(),

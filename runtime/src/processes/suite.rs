@@ -99,7 +99,7 @@ pub fn passes_by_mpi(mpi: &super::Mpi) -> Result<usize, super::JoinError> {
     let open = |n: u32, bytes: usize, timeout: Duration| {
         idle.replace(None);
         worlds.set(worlds.get() + 1);
-        let joined = mpi.join(&fingerprint, patience);
+        let joined = mpi.join(&fingerprint, patience, None);
         let process = match joined {
             Ok(process) => Arc::new(process),
             Err(e) => {

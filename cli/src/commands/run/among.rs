@@ -124,6 +124,17 @@ impl Setting {
             Setting::Mpi(_) => beside_mpi()?.local,
         }
     }
+    /// Whether the launcher asks all processes to end when one of them has died: then that is no
+    /// interrupt of anybody's.
+    pub fn end_with_one(&self) -> bool {
+        match self {
+            Setting::Alone | Setting::Starts(_) | Setting::Started(_) | Setting::Launched(_) => {
+                false
+            }
+            #[cfg(feature = "mpi")]
+            Setting::Mpi(_) => true,
+        }
+    }
     /// How many processes there are, and how many of them on this host, for a plan of so many
     /// ranks.
     pub fn counts(&self, n_ranks: usize) -> (usize, usize) {
@@ -270,7 +281,11 @@ pub fn gather(
             Ok(Some(alone(join(*place, &fingerprint, patience, way)?)))
         }
         #[cfg(feature = "mpi")]
-        Setting::Mpi(mpi) => Ok(Some(alone(mpi.join(&fingerprint, patience)?))),
+        Setting::Mpi(mpi) => {
+            let last_words = super::last_resort::words(args, loaded, of);
+            let joined = mpi.join(&fingerprint, patience, Some(last_words));
+            Ok(Some(alone(joined?)))
+        }
         Setting::Launched(launched) if launched.is_local() => {
             let place = launched.place;
             if place.index > 0 {

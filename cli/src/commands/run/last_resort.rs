@@ -1,5 +1,6 @@
 //! The end of a process of which a thread will never come back: from the GPU's driver, or, in
-//! process 0, the one that coordinates.
+//! process 0, the one that coordinates. Also of one that is about to be killed by its launcher, as
+//! another one was.
 
 use crate::failure::Exit;
 use crate::interrupt::say_last as say;
@@ -31,4 +32,40 @@ pub fn end(reason: &str) {
         .exec();
     say(format!("warning: /bin/sh: {failed}"));
     std::process::abort()
+}
+
+/// The words of a process that MPI's launcher is about to kill, as another one of its host has ended: it
+/// says whose ranks these were and where, writes that down for `doctor`, and ends.
+#[cfg(feature = "mpi")]
+pub fn words(
+    args: &crate::args::RunArgs,
+    loaded: &crate::plan_file::Loaded,
+    of: usize,
+) -> runtime::processes::LastWords {
+    use runtime::RuntimeError;
+    use runtime::processes::Departed;
+    let (args, loaded) = (args.clone(), loaded.clone());
+    // As processes share them.
+    let roles = loaded.program.roles.iter();
+    let mut ranks: Vec<ir::Rank> = roles.flat_map(|r| r.mesh.ranks()).collect();
+    ranks.sort_unstable();
+    Box::new(move |departed| {
+        let Departed { process, pid, host } = departed;
+        let rank = ranks.get(process * ranks.len() / of.max(1));
+        let rank = rank.copied().unwrap_or(ir::Rank(0));
+        let error = RuntimeError::Gone {
+            rank,
+            process,
+            pid,
+            host,
+            how: "its process has ended".into(),
+            is_silent: false,
+        };
+        let words = super::records::explained(&args, &loaded, (&error, None));
+        let code = crate::tell(super::records::failure(&args, error, words));
+        runtime::files::remove_unfinished();
+        // The others see that one has ended before they see that this one has.
+        std::thread::sleep(std::time::Duration::from_millis(100));
+        std::process::exit(code.into())
+    })
 }
