@@ -7,7 +7,7 @@ use ir::cluster::Cluster;
 use schemars::schema_for;
 use serde_json::{Map, Value, json};
 
-/// What a document leaves out.
+/// The fields that a document leaves out.
 #[derive(Debug, Default, PartialEq)]
 pub struct Gaps {
     /// The fields that have to be given, by the table that lacks them; the document's own stand

@@ -101,7 +101,7 @@ pub fn load(path: &Path) -> Result<Model, Failure> {
             format!("{name}:{}:{}: {}", e.line, e.column, e.message),
         )
         .place(&name, &text, e.start, e.len, "here");
-        failure.help(e.help.unwrap_or_else(|| models_are()))
+        failure.help(e.help.unwrap_or_else(models_are))
     })?;
     let broken = ir::verify::verify(&graph);
     if broken.is_empty() {

@@ -754,7 +754,7 @@ fn where_there_is_no_plan_the_conflict_is_named_and_the_ways_out_work() {
         .says(&["help: --ways-out 60 tries"]);
 }
 
-/// Of a step that takes more samples than the data has it is said how often it repeats them.
+/// A step that takes more samples than the data has is told how often it repeats them.
 #[test]
 fn a_step_that_repeats_the_data_is_warned_of() {
     let place = Place::with_plan();
