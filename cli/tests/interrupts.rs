@@ -483,7 +483,7 @@ fn an_interrupted_sweep_shows_the_points_that_are_there() {
 fn an_interrupted_search_for_the_smallest_number_of_devices_says_what_was_tried() {
     let place = Place::new();
     let mut command = Command::new(env!("CARGO_BIN_EXE_meshwright"));
-    // A minute and more on 16 devices, on which there is no plan.
+    // Ten seconds and more on 16 devices, on which there is no plan, and on the next number.
     let fits = ["fits", "llama-3.1-70b", "--device", "dgx-a100-80gb"];
     let train = ["--global-batch", "256", "--sequence", "4096"];
     let child = command
@@ -505,11 +505,16 @@ fn an_interrupted_search_for_the_smallest_number_of_devices_says_what_was_tried(
     let said = said(&output);
     assert_eq!(output.status.code(), Some(130), "{said}");
     for words in [
-        "trying 16 devices: ",
+        "trying ",
         "interrupted: ending with the numbers of devices that were tried",
-        "interrupted while 16 devices of dgx-a100-80gb were searched; no number was tried to the end",
-        "fewer than 11 devices cannot hold them",
+        " devices of dgx-a100-80gb were searched; ",
     ] {
         assert!(said.contains(words), "`{words}` is not in: {said}");
     }
+    // As fast as the machine is.
+    let so_far = match said.contains("interrupted while 16 devices") {
+        true => "no number was tried to the end",
+        false => "tried so far: 16 devices: no plan",
+    };
+    assert!(said.contains(so_far), "{said}");
 }

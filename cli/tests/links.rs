@@ -500,7 +500,15 @@ fn a_link_that_becomes_slow_is_said() {
     let place = two_hosts();
     let first = free_port();
     let (second, does) = go_between(first.clone(), WHOLE);
-    let more = ["--steps", "100000000", "-o", "run.json"];
+    // Nobody reads its words at first, so they are to be few.
+    let more = [
+        "--steps",
+        "100000000",
+        "--log-every",
+        "60",
+        "-o",
+        "run.json",
+    ];
     let metrics = [&more[..], &["--metrics", "m.csv"]].concat();
     let mut started: [Running; 2] = [
         process(&place, "0", &first, &metrics).begin().unwrap(),

@@ -194,7 +194,15 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         (weights.as_ref(), resume),
         (processes, &chosen),
         (&mut so_far, &interrupts),
-    )?;
+    );
+    let trained = match trained {
+        Ok(trained) => trained,
+        // No step was made that records could say anything of.
+        Err(failure) => {
+            unasked.into_iter().for_each(Unasked::end);
+            return Err(failure);
+        }
+    };
     let explain = |e: RuntimeError, company: Option<&Company>| {
         let words = records::explained(args, &loaded, (&e, company));
         if let RuntimeError::Gone {
@@ -241,7 +249,13 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
             let help = "the same command goes on from the newest checkpoint, with the processes that there are";
             return Err(failure_of(e, words).help(help));
         }
-        (Err((e, words)), _) => return Err(failure_of(e, words)),
+        (Err((e, words)), _) => {
+            let is_loss = e.is_watchdog() || matches!(e, RuntimeError::Gone { .. });
+            if so_far.done == first && !is_loss {
+                unasked.into_iter().for_each(Unasked::end);
+            }
+            return Err(failure_of(e, words));
+        }
     };
     if (measurement.steps.len() as u64) < args.steps {
         session.is_interrupted();

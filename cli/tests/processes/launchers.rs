@@ -2,10 +2,12 @@
 
 use super::*;
 
-/// A run that is not over before its test is.
-const LONG: [&str; 6] = [
+/// A run that is not over before its test is, of few words: nobody may read them before it ends.
+const LONG: [&str; 8] = [
     "--steps",
     "100000000",
+    "--log-every",
+    "60",
     "--checkpoint",
     "state",
     "-o",

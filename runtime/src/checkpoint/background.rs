@@ -124,13 +124,14 @@ impl Background {
             Err(e) => {
                 let Begun {
                     folder,
+                    kept,
                     unfinished,
                     whole,
                     ..
                 } = *begun;
                 drop(unfinished);
                 // The next one is to have room.
-                make_room(&folder, &whole);
+                make_room(&folder, kept, &whole);
                 Some(Ended { step, path: Err(e) })
             }
             Ok(shards) => {

@@ -130,7 +130,7 @@ pub fn save_keeping(
 ) -> Result<PathBuf, RuntimeError> {
     match save_once(kept, folder, session, (plan, model)) {
         // Its files are gone again, and so may be those of older ones that nobody needs.
-        Err(e) if !is_loss(&e) && make_room(folder, &session.whole()) => {
+        Err(e) if !is_loss(&e) && make_room(folder, kept, &session.whole()) => {
             save_once(kept, folder, session, (plan, model))
         }
         saved => saved,

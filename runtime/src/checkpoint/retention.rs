@@ -63,26 +63,20 @@ pub fn step_of(path: &Path) -> Option<u64> {
     name.rsplit_once("-step-")?.1.parse().ok()
 }
 
-/// Has all but the newest whole checkpoint go where the disk has no room for another one as large.
-/// Whether any did.
-pub(super) fn make_room(folder: &Path, whole: &Whole) -> bool {
-    let all = numbered(folder);
-    let newest = all.iter().rev().find(|(_, path)| whole.has(path));
-    let Some((newest, path)) = newest else {
+/// Where the disk has no room for another checkpoint as large as the newest, has those go already that
+/// would go once it is there; the newest whole one stays. Whether any did.
+pub(super) fn make_room(folder: &Path, kept: usize, whole: &Whole) -> bool {
+    let before = numbered(folder);
+    let newest = before.iter().rev().find(|(_, path)| whole.has(path));
+    let (Some((_, newest)), Ok(disk)) = (newest, rustix::fs::statvfs(folder)) else {
         return false;
     };
-    let Ok(free) = rustix::fs::statvfs(folder) else {
-        return false;
-    };
-    let free = free.f_bavail.saturating_mul(free.f_frsize);
-    let older: Vec<&PathBuf> = (all.iter())
-        .filter_map(|(n, path)| (n < newest).then_some(path))
-        .collect();
-    if older.is_empty() || free >= bytes_of(path) {
+    let free = disk.f_bavail.saturating_mul(disk.f_frsize);
+    if kept == usize::MAX || free >= bytes_of(newest) {
         return false;
     }
-    older.iter().for_each(|path| remove(folder, path));
-    true
+    prune(folder, kept.saturating_sub(1), whole);
+    numbered(folder).len() < before.len()
 }
 
 /// Bytes of the files of a checkpoint.

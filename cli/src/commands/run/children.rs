@@ -32,12 +32,18 @@ struct Started {
     is_put_down: bool,
 }
 
-/// Kills a process of this program that somebody else has started.
+/// Kills a process of this program that somebody else has started and a signal has stopped: it cannot
+/// end by itself. Whoever is only not heard can.
 pub fn put_down_of_others(id: u32) {
     let program = |id: &str| std::fs::read_link(format!("/proc/{id}/exe")).ok();
     let is_ours = program("self").is_some_and(|own| program(&id.to_string()) == Some(own));
+    let stat = std::fs::read_to_string(format!("/proc/{id}/stat")).unwrap_or_default();
+    // The state follows the name, which is in brackets and may have any.
+    let is_stopped = stat
+        .rsplit_once(") ")
+        .is_some_and(|(_, rest)| rest.starts_with('T'));
     let id = i32::try_from(id).ok().and_then(Pid::from_raw);
-    if let Some(id) = id.filter(|_| is_ours) {
+    if let Some(id) = id.filter(|_| is_ours && is_stopped) {
         let _ = kill_process(id, Signal::KILL);
     }
 }
