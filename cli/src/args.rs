@@ -66,12 +66,12 @@ pub enum Verb {
     /// Train by a plan, on CPU ranks of this machine or of several.
     #[command(after_help = format!("Examples:\n  meshwright run plan.json --data text.txt --steps 100 --lr 3e-4 --warmup 10 -o run.json\n  meshwright run plan.json --data text.txt --tokenizer tokenizer.json --validate-every 50\n  meshwright run plan.json --data train.bin --weights gpt2/model.safetensors --config gpt2/config.json\n  meshwright run plan.json --data text.txt --checkpoint state --steps 100\n  meshwright run plan.json --data text.txt --resume state --steps 100\n  meshwright run plan.json --data text.txt --processes --checkpoint state --checkpoint-every 50\n  meshwright run plan.json --data text.txt --metrics loss.csv --metrics tensorboard/ --prometheus 9400\n  meshwright run plan.json --data text.txt --processes --elastic --checkpoint state --checkpoint-every 50\n\n{EXIT_CODES}"))]
     Run(Box<RunArgs>),
-    /// Say why a run hangs or died: which rank the others wait for, in which collective, and what it
-    /// was doing.
+    /// Say why a run hangs or died: which rank the others wait for, in which collective, and what
+    /// it was doing.
     #[command(after_help = format!("Examples:\n  meshwright run plan.json --data text.txt --processes\n  meshwright doctor plan.json run.records\n\n{EXIT_CODES}"))]
     Doctor(DoctorArgs),
-    /// Look at training states that `run --checkpoint` wrote: what they are, whether they are whole,
-    /// and their weights in Hugging Face's form.
+    /// Look at training states that `run --checkpoint` wrote: what they are, whether they are
+    /// whole, and their weights in Hugging Face's form.
     #[command(after_help = format!("Examples:\n  meshwright checkpoint inspect state\n  meshwright checkpoint verify state\n  meshwright checkpoint convert state --config models/gpt2 -o gpt2-trained\n  meshwright checkpoint convert state --config models/gpt2 -o gpt2-trained --force\n\n{EXIT_CODES}"))]
     Checkpoint {
         /// The verb.
@@ -87,8 +87,8 @@ pub enum Verb {
     /// Predict published training runs: a table of configurations to step time and memory.
     #[command(after_help = format!("Example:\n  meshwright predict rows.csv -o predicted.csv\n\ndocs/published.md lists the columns; a row that cannot be modelled says why in its `reason`.\nIf no row can be modelled, the reasons are printed, nothing is written, and the exit code is 4.\n\n{EXIT_CODES}"))]
     Predict(PredictArgs),
-    /// Read a job of other software: what it should take, where its time goes, and what changing its
-    /// flags is worth.
+    /// Read a job of other software: what it should take, where its time goes, and what changing
+    /// its flags is worth.
     #[command(name = "import-job", after_help = format!("Examples:\n  meshwright import-job examples/jobs/llama-70b-megatron.sbatch --cluster dgx-h100\n  meshwright import-job examples/jobs/llama-8b-torchtitan.toml --cluster dgx-h100 --hosts 1 --measured 7.3s\n  meshwright import-job examples/jobs/zero3-deepspeed.json --model llama-3.1-8b --sequence 4096 --cluster dgx-h100 --hosts 2 -o job.json\n  meshwright import-job train.sh --set NNODES=8 --cluster dgx-h100 --log train.log --price 2.50 --best best.json\n\nNo script is executed. What is assumed, not modelled or not known of the file is listed.\n\n{EXIT_CODES}"))]
     ImportJob(ImportJobArgs),
     /// Solve an intra-op problem in the form of the IOPDDL benchmark.
@@ -108,8 +108,8 @@ pub enum Verb {
 /// Arguments of `compile`.
 #[derive(Debug, Args)]
 pub struct CompileArgs {
-    /// A model that is built in (see `meshwright models`), a Hugging Face config.json or its folder,
-    /// or a graph in Meshwright's text form.
+    /// A model that is built in (see `meshwright models`), a Hugging Face config.json or its
+    /// folder, or a graph in Meshwright's text form.
     pub model: PathBuf,
     /// A preset or a composition of devices and links (see `meshwright presets`), several with
     /// numbers of hosts (dgx-h100:2,dgx-a100-40gb:1), or a cluster file (.toml, .json); `cpu`
@@ -134,7 +134,8 @@ pub struct CompileArgs {
     #[arg(long = "pin", value_name = "KEY=VALUE")]
     pub pins: Vec<String>,
     /// Plan every point of a recipe and take the fastest: ddp, zero-1, zero-2, zero-3 (or fsdp),
-    /// hsdp, megatron, deepspeed-3d or alpa. Pins choose among the points and fix what they leave open.
+    /// hsdp, megatron, deepspeed-3d or alpa. Pins choose among the points and fix what they leave
+    /// open.
     #[arg(long, value_name = "NAME")]
     pub preset: Option<String>,
     /// Plan for other software, in what it can express, at its prices and within what its processes
@@ -514,8 +515,8 @@ pub struct SearchArgs {
     /// `compile`.
     #[arg(long, value_name = "PERCENT", default_value = "1%")]
     pub tolerance: Share,
-    /// Share of each device's memory that stays free, as in `compile` [default: that of the plan, or
-    /// memory_headroom of the cluster's devices]
+    /// Share of each device's memory that stays free, as in `compile` [default: that of the plan,
+    /// or memory_headroom of the cluster's devices]
     #[arg(long, value_name = "PERCENT")]
     pub headroom: Option<Share>,
 }
@@ -642,8 +643,9 @@ pub struct RunArgs {
     /// has a GPU, else host].
     #[arg(long, value_enum)]
     pub fabric: Option<FabricArg>,
-    /// Training data: tokens of nanoGPT or llm.c (.bin), or text. A run that goes on from a checkpoint may
-    /// have other data than that was trained on: it says so, and goes on at the same sample number.
+    /// Training data: tokens of nanoGPT or llm.c (.bin), or text. A run that goes on from a
+    /// checkpoint may have other data than that was trained on: it says so, and goes on at the same
+    /// sample number.
     #[arg(long)]
     pub data: PathBuf,
     /// A Hugging Face tokenizer.json for text; without it each byte is a token.
@@ -684,8 +686,8 @@ pub struct RunArgs {
     /// Number of batches in a validation.
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..))]
     pub validation_batches: u64,
-    /// Write the trained weights in Hugging Face's form; needs --config. A file that is there already
-    /// is replaced with --force alone.
+    /// Write the trained weights in Hugging Face's form; needs --config. A file that is there
+    /// already is replaced with --force alone.
     #[arg(long)]
     pub save: Option<PathBuf>,
     /// Replace the file of --save where it is there already.
@@ -714,26 +716,26 @@ pub struct RunArgs {
     /// Seconds that a rank waits for another one before the run fails.
     #[arg(long = "time-out", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
     pub time_out: u64,
-    /// Write the figures of every step while the run goes on: to a file ending in .jsonl (JSON lines)
-    /// or .csv, or to a folder for TensorBoard; may be repeated. A run that goes on from a checkpoint
-    /// goes on in the same file, without a step twice.
+    /// Write the figures of every step while the run goes on: to a file ending in .jsonl (JSON
+    /// lines) or .csv, or to a folder for TensorBoard; may be repeated. A run that goes on from a
+    /// checkpoint goes on in the same file, without a step twice.
     #[arg(long, value_name = "FILE|DIR")]
     pub metrics: Vec<PathBuf>,
-    /// Answer Prometheus at this port of the loopback, with the figures of the newest step; 0 takes a
-    /// free port and says which.
+    /// Answer Prometheus at this port of the loopback, with the figures of the newest step; 0 takes
+    /// a free port and says which.
     #[arg(long, value_name = "PORT")]
     pub prometheus: Option<u16>,
-    /// Where standard error is no terminal: at least so many seconds from one line about a step to the
-    /// next, instead of a line for every step.
+    /// Where standard error is no terminal: at least so many seconds from one line about a step to
+    /// the next, instead of a line for every step.
     #[arg(long, value_name = "SECONDS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=86400))]
     pub log_every: u64,
-    /// Compare the states of ranks that keep the same ones, by hashes, after every N steps: a bit that a
-    /// memory or a processor turned ends the run, and names the rank.
+    /// Compare the states of ranks that keep the same ones, by hashes, after every N steps: a bit
+    /// that a memory or a processor turned ends the run, and names the rank.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub check_replicas: Option<u64>,
-    /// Have every rank keep what it is doing in a file in this folder, for `meshwright doctor`. Unasked
-    /// they do so in a folder beside the output, which goes when the run ends in order [default:
-    /// run.records for run.json].
+    /// Have every rank keep what it is doing in a file in this folder, for `meshwright doctor`.
+    /// Unasked they do so in a folder beside the output, which goes when the run ends in order
+    /// [default: run.records for run.json].
     #[arg(long, value_name = "DIR")]
     pub record: Option<PathBuf>,
     /// Nobody asked for that folder.
@@ -743,10 +745,10 @@ pub struct RunArgs {
     /// Without it ranks are threads, unless torchrun, srun or mpirun started several processes.
     #[arg(long, value_name = "N", num_args = 0..=1, require_equals = true, default_missing_value = "each", value_parser = processes)]
     pub processes: Option<usize>,
-    /// When processes die or hang: plan again for the ranks that are left, and go on from the states that
-    /// these have in memory, or else from the newest checkpoint. Under a launcher, and after the death of
-    /// all, the same command given again goes on with the processes that there are then. Needs
-    /// --checkpoint-every.
+    /// When processes die or hang: plan again for the ranks that are left, and go on from the
+    /// states that these have in memory, or else from the newest checkpoint. Under a launcher, and
+    /// after the death of all, the same command given again goes on with the processes that there
+    /// are then. Needs --checkpoint-every.
     #[arg(long, requires = "checkpoint_every")]
     pub elastic: bool,
     /// How a run that goes on so knows what has changed.
@@ -777,7 +779,8 @@ pub struct RunArgs {
     /// Address of this host at which process 0 listens for other hosts.
     #[arg(long, value_name = "ADDRESS", conflicts_with_all = ["processes", "alone"])]
     pub bind: Option<std::net::IpAddr>,
-    /// File with the secret of a run of several hosts, 64 hexadecimal digits that only you can read.
+    /// File with the secret of a run of several hosts, 64 hexadecimal digits that only you can
+    /// read.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["processes", "alone"])]
     pub token_file: Option<PathBuf>,
     /// How processes that a run starts know which they are.
@@ -868,8 +871,8 @@ pub struct ImportJobArgs {
     /// Tokens per sample, where the job does not say them, or in their place.
     #[arg(long, visible_alias = "seq", value_parser = clap::value_parser!(u64).range(1..))]
     pub sequence: Option<u64>,
-    /// The value of a variable of the script's environment, or of something that a file leaves open;
-    /// may be repeated.
+    /// The value of a variable of the script's environment, or of something that a file leaves
+    /// open; may be repeated.
     #[arg(long, value_name = "NAME=VALUE")]
     pub set: Vec<String>,
     /// The software and its version, in place of what the job shows: megatron-core@2024, nemo.
@@ -914,8 +917,8 @@ pub struct SolveArgs {
     #[arg(long)]
     pub time_limit: Option<f64>,
     /// Limit on the amount of work, for results that do not depend on the machine: slices of search
-    /// per thread, branch-and-bound nodes and simplex iterations per integer program. The same seed,
-    /// threads and limit give the same solution.
+    /// per thread, branch-and-bound nodes and simplex iterations per integer program. The same
+    /// seed, threads and limit give the same solution.
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
     pub work_limit: Option<u64>,
     /// Number of threads: one proves, the others search.
@@ -949,7 +952,8 @@ pub enum Document {
 pub struct DoctorArgs {
     /// The plan that was run.
     pub plan: PathBuf,
-    /// The folder of the run's records: that of `run --record`, or the one beside its output, as run.records.
+    /// The folder of the run's records: that of `run --record`, or the one beside its output, as
+    /// run.records.
     pub folder: PathBuf,
     /// Print JSON instead of words.
     #[arg(long)]

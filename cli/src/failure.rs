@@ -106,8 +106,8 @@ impl Failure {
         self.0.source = Some(snippet);
         self
     }
-    /// Breaks message and advice into lines that fit with what is drawn before them, in a file or a pipe
-    /// too, as people read those. No word is broken, so that a path stays in one piece.
+    /// Breaks message and advice into lines that fit with what is drawn before them, in a file or a
+    /// pipe too, as people read those. No word is broken, so that a path stays in one piece.
     pub fn laid_out(mut self) -> Self {
         let within = |drawn: usize, text: &str| {
             let width = report::error_width().saturating_sub(drawn);

@@ -149,8 +149,8 @@ pub fn with_fingerprint(folder: &Path, wanted: &str) -> Option<PathBuf> {
 }
 
 /// Who else than this user and the administrator can write to a folder, in words; none where nobody
-/// can, or it cannot be seen. A group is taken to be of one mind. With `only_replace` it is no matter
-/// that others can add to it where they can replace nothing, as in /tmp.
+/// can, or it cannot be seen. A group is taken to be of one mind. With `only_replace` it is no
+/// matter that others can add to it where they can replace nothing, as in /tmp.
 pub fn others_who_write(folder: &Path, only_replace: bool) -> Option<String> {
     use std::os::unix::fs::MetadataExt;
     const OTHERS_WRITE: u32 = 0o002;

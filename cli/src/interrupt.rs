@@ -34,8 +34,8 @@ fn ending(doing: &str) -> String {
     format!("interrupted: {doing}; interrupt again to end at once")
 }
 
-/// Has a file that reaches its limit of length be an error of its write, as a full disk is; by itself
-/// that kills the process.
+/// Has a file that reaches its limit of length be an error of its write, as a full disk is; by
+/// itself that kills the process.
 pub fn outlive_limits_of_files() -> Result<(), Failure> {
     let ignored = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
     ignored.map(|_| ()).map_err(no_handler)

@@ -157,8 +157,8 @@ fn number_in_words(e: clap::Error) -> clap::Error {
     clap::Error::raw(ErrorKind::ValueValidation, what)
 }
 
-/// Rewords an error about an amount below zero (`-3GiB`), which the parser takes for a flag: flags begin
-/// with letters.
+/// Rewords an error about an amount below zero (`-3GiB`), which the parser takes for a flag: flags
+/// begin with letters.
 fn below_zero(e: clap::Error) -> clap::Error {
     let Some(ContextValue::String(flag)) = e.get(ContextKind::InvalidArg) else {
         return e;
@@ -270,8 +270,8 @@ fn install_panic_message() {
     }));
 }
 
-/// Has errors drawn as they were laid out: the library would break lines inside of words, too, as paths
-/// and flags are.
+/// Has errors drawn as they were laid out: the library would break lines inside of words, too, as
+/// paths and flags are.
 fn set_error_style() {
     let terminal = std::io::stderr().is_terminal();
     // This fails only when a style is set already, and then that one serves.

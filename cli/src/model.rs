@@ -266,7 +266,8 @@ impl Model {
     }
 }
 
-/// The dropout probability of a graph, the largest where its ops have several; 0 where none has one.
+/// The dropout probability of a graph, the largest where its ops have several; 0 where none has
+/// one.
 pub fn dropout(graph: &Graph) -> f64 {
     let of_op = |kind: &OpKind| match kind {
         OpKind::Dropout { p, .. } => Some(*p),

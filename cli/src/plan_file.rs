@@ -45,8 +45,8 @@ pub fn load(path: &Path) -> Result<Loaded, Failure> {
     })
 }
 
-/// Lists what is wrong with a plan: what the checker finds, and where that finds nothing, what the plan
-/// states beside what it does.
+/// Lists what is wrong with a plan: what the checker finds, and where that finds nothing, what the
+/// plan states beside what it does.
 pub fn violations(plan: &Plan) -> Vec<Violation> {
     let found = checker::check_plan(plan);
     if found.is_empty() {
@@ -56,8 +56,8 @@ pub fn violations(plan: &Plan) -> Vec<Violation> {
     }
 }
 
-/// Lists statements of a plan that the rest of it contradicts, as somebody edited one of the two: pins,
-/// dropout, and the meshes for which something is predicted.
+/// Lists statements of a plan that the rest of it contradicts, as somebody edited one of the two:
+/// pins, dropout, and the meshes for which something is predicted.
 fn contradicted(plan: &Plan) -> Vec<Violation> {
     let mut found = Vec::new();
     let mut add = |place: &str, rule, expected: String, actual: String| {

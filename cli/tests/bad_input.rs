@@ -1317,8 +1317,8 @@ fn levels_that_cut_through_hosts_are_refused() {
     place.run(&words[..4]).expect(3).says(&said);
 }
 
-/// ZeRO levels that are pinned are those of the plan, whatever the level, the mesh and the precision, and
-/// one that was edited is refused.
+/// ZeRO levels that are pinned are those of the plan, whatever the level, the mesh and the
+/// precision, and one that was edited is refused.
 #[test]
 fn another_zero_level_than_the_plans_is_refused() {
     let place = Place::new();

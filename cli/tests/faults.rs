@@ -1,5 +1,5 @@
-//! Faults of disks and processes, on purpose: what must hold after each of them. `docs/faults.md` says
-//! which test is of which fault.
+//! Faults of disks and processes, on purpose: what must hold after each of them. `docs/faults.md`
+//! says which test is of which fault.
 
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used)]
@@ -88,9 +88,9 @@ fn stride() -> usize {
     }
 }
 
-/// Killed at any write, sync, rename or removal of the writing of checkpoints, in the middle of a write
-/// too: all checkpoints that have their names are whole, the newest is no older than before, and the
-/// run goes on from it to the bits of a run that nobody killed.
+/// Killed at any write, sync, rename or removal of the writing of checkpoints, in the middle of a
+/// write too: all checkpoints that have their names are whole, the newest is no older than before,
+/// and the run goes on from it to the bits of a run that nobody killed.
 #[test]
 fn kills_at_any_operation_of_a_checkpoint_lose_no_whole_one() {
     let place = two_ranks();
@@ -126,8 +126,9 @@ fn kills_at_any_operation_of_a_checkpoint_lose_no_whole_one() {
     assert!(shards(&place, "state") == shards(&place, "whole"));
 }
 
-/// The same of an elastic run, its journal and what its ranks leave behind included: whatever a process
-/// was doing when it was killed, the run goes on by itself or by the same command, and is done.
+/// The same of an elastic run, its journal and what its ranks leave behind included: whatever a
+/// process was doing when it was killed, the run goes on by itself or by the same command, and is
+/// done.
 #[test]
 fn kills_at_any_operation_of_an_elastic_run_end_in_a_run_that_is_done() {
     let place = Place::new();
@@ -261,8 +262,8 @@ fn removals_that_fail_end_no_run() {
     assert_eq!(leftovers(&place), [""; 0]);
 }
 
-/// A disk that is slower than checkpoints are due: steps go on beside one that is written, the next one
-/// waits for it, and so does the end of the run.
+/// A disk that is slower than checkpoints are due: steps go on beside one that is written, the next
+/// one waits for it, and so does the end of the run.
 #[test]
 fn slow_disks_hold_up_the_next_checkpoint_and_not_the_steps() {
     let place = two_ranks();
@@ -295,7 +296,8 @@ fn slow_disks_hold_up_the_next_checkpoint_and_not_the_steps() {
     }
 }
 
-/// A disk that keeps other bits than it was given makes no checkpoint, and takes none that is whole.
+/// A disk that keeps other bits than it was given makes no checkpoint, and takes none that is
+/// whole.
 #[test]
 fn disks_that_lie_take_no_whole_checkpoint() {
     let place = two_ranks();
@@ -651,8 +653,8 @@ fn the_limit_of_a_file_ends_no_run() {
     assert_eq!(leftovers(&place), [""; 0]);
 }
 
-/// Values that are no numbers: all ranks stop at the same step, before its update, and the first tensor
-/// is named.
+/// Values that are no numbers: all ranks stop at the same step, before its update, and the first
+/// tensor is named.
 #[test]
 fn values_that_are_no_numbers_stop_all_ranks_at_the_same_step() {
     let place = two_ranks();

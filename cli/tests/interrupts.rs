@@ -91,8 +91,8 @@ fn an_interrupted_run_keeps_the_steps_done() {
     place.run(&["compare", "plan.json", "run.json"]).expect(0);
 }
 
-/// Slurm says by SIGUSR1 that the time is nearly over, and by SIGTERM that it is: the second is no second
-/// interrupt, and the run still writes what there is.
+/// Slurm says by SIGUSR1 that the time is nearly over, and by SIGTERM that it is: the second is no
+/// second interrupt, and the run still writes what there is.
 #[test]
 fn a_signal_after_a_warning_is_a_first_interrupt() {
     let place = Place::with_plan();
@@ -218,15 +218,16 @@ fn a_process_that_hangs_does_not_keep_a_run_from_its_end() {
     place.run(&["checkpoint", "verify", "state"]).expect(0);
 }
 
-/// A process that ends by itself, by a failed check of a library or a wrong address, is told from one that
-/// somebody killed.
+/// A process that ends by itself, by a failed check of a library or a wrong address, is told from
+/// one that somebody killed.
 #[test]
 fn a_process_that_aborts_or_breaks_is_named_with_its_signal() {
     for (name, number) in [("-ABRT", 6), ("-SEGV", 11)] {
         let place = Place::with_plan();
         let run = Two::start(&place, &[]);
         let (second, begun) = (run.second, Instant::now());
-        // Rust's handler for stacks that are full takes the first SIGSEGV, and lets the next ones be.
+        // Rust's handler for stacks that are full takes the first SIGSEGV, and lets the next ones
+        // be.
         while processes_of(&place, "two.json").contains(&second) {
             assert!(begun.elapsed() < Duration::from_secs(30), "it goes on");
             // It may have ended by now.

@@ -1,5 +1,5 @@
-//! Hosts and the links between them. Four network namespaces stand in for hosts, joined by a bridge or
-//! by a network that loses packets, hands them on twice, late or with a bit turned. Between two
+//! Hosts and the links between them. Four network namespaces stand in for hosts, joined by a bridge
+//! or by a network that loses packets, hands them on twice, late or with a bit turned. Between two
 //! processes stands a go-between, who hands on what each says to the other, or does so late,
 //! slowly, in pieces, in one direction alone, or with a bit turned.
 #![cfg(target_os = "linux")]
@@ -338,9 +338,9 @@ fn seconds(place: &Place, name: &str) -> Vec<f64> {
     steps.map(|s| s["seconds"].as_f64().unwrap()).collect()
 }
 
-/// Four hosts behind a network with these faults, in the words of `netem.c`: what became of the run, and
-/// how many packets that network had, lost, handed on twice, held back, had others overtake, and
-/// spoilt. None where this machine lets nobody make one.
+/// Four hosts behind a network with these faults, in the words of `netem.c`: what became of the
+/// run, and how many packets that network had, lost, handed on twice, held back, had others
+/// overtake, and spoilt. None where this machine lets nobody make one.
 fn behind(place: &Place, faults: &str, more: &[&str]) -> Option<(Output, [u64; 6])> {
     let netem = support::built(place, "netem.c", "netem", &[]);
     let variables = [("NETEM", netem.to_str().unwrap()), ("FAULTS", faults)];
@@ -408,7 +408,8 @@ fn a_network_that_loses_a_third_of_all_packets_hangs_nobody() {
     let Some((place, alone)) = four_hosts() else {
         return;
     };
-    // TCP waits twice as long before each further try, so that now and then nothing comes for a minute.
+    // TCP waits twice as long before each further try, so that now and then nothing comes for a
+    // minute.
     for time_out in ["5", "1"] {
         let more = ["--steps", "2", "--time-out", time_out];
         let Some((output, did)) = behind(&place, "loss=30 after=550 seed=30", &more) else {
@@ -460,8 +461,9 @@ fn near(apart: &[String], alone: &[String]) {
     }
 }
 
-/// Processes that a launcher deals out to two hosts one by one, as by `srun -m cyclic`: ranks 0 and 2 are on
-/// one host, and each has a GPU, whether the launcher says which process of its host it is or not.
+/// Processes that a launcher deals out to two hosts one by one, as by `srun -m cyclic`: ranks 0 and
+/// 2 are on one host, and each has a GPU, whether the launcher says which process of its host it is
+/// or not.
 #[test]
 fn ranks_that_are_dealt_out_have_a_gpu_each() {
     let Some(folder) = support::emulator() else {
@@ -566,7 +568,8 @@ fn wait_for_steps(place: &Place, n: usize) {
     }
 }
 
-/// The words of both processes about a link that goes wrong in the training, and how long they took.
+/// The words of both processes about a link that goes wrong in the training, and how long they
+/// took.
 fn broken(mode: u8) -> ([String; 2], Duration) {
     let place = two_hosts();
     let first = free_port();
@@ -606,7 +609,8 @@ fn a_link_that_is_open_in_one_direction_ends_the_run_of_both() {
     assert!(took < Duration::from_secs(30), "{took:?}");
 }
 
-/// A gradient with another bit would go into the state of all ranks, and the hashes of all replicas would agree.
+/// A gradient with another bit would go into the state of all ranks, and the hashes of all replicas
+/// would agree.
 #[test]
 fn a_bit_that_is_turned_on_the_way_ends_the_run() {
     let ([first, _], _) = broken(SPOILT);

@@ -45,8 +45,8 @@ fn send(name: &str, id: u32) {
         .status();
 }
 
-/// The process that a run has started, as soon as it is there. Before it is a program of its own it is
-/// none yet: who stops it then holds up the one that starts it for good.
+/// The process that a run has started, as soon as it is there. Before it is a program of its own it
+/// is none yet: who stops it then holds up the one that starts it for good.
 fn second_of(place: &Place, run: &Running) -> u32 {
     let is_one = |id: &u32| {
         let line = std::fs::read(format!("/proc/{id}/cmdline")).unwrap_or_default();

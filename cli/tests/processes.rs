@@ -572,8 +572,8 @@ fn a_killed_process_of_gpus_is_named_and_nobody_is_left() {
     wait_for_none(&place, "gpus.json");
 }
 
-/// A GPU's driver that does not come back: the rank is named, its process ends by itself where nobody
-/// else is there to end it, and the others end as well.
+/// A GPU's driver that does not come back: the rank is named, its process ends by itself where
+/// nobody else is there to end it, and the others end as well.
 #[test]
 fn a_process_whose_driver_does_not_come_back_ends() {
     let Some(folder) = support::emulator() else {
@@ -730,7 +730,8 @@ fn killed_runs_go_on_to_the_same_bits() {
     assert!(whole == parts, "the states differ");
 }
 
-/// Processes that stop for less than the time they have are nobody's fault, one alone or all at once.
+/// Processes that stop for less than the time they have are nobody's fault, one alone or all at
+/// once.
 #[test]
 fn processes_that_go_on_in_time_end_no_run() {
     let place = Place::with_plan();
@@ -813,11 +814,13 @@ fn a_run_that_sleeps_longer_than_its_time_out_goes_on() {
     wait_for_none(&place, "slept.json");
 }
 
-/// Process 0 is killed while another one that it started has not joined yet, and so has no connection
-/// to it that could end: that one ends all the same, and does not wait for as long as it has to join.
+/// Process 0 is killed while another one that it started has not joined yet, and so has no
+/// connection to it that could end: that one ends all the same, and does not wait for as long as it
+/// has to join.
 #[test]
 fn an_orphan_that_has_not_joined_ends() {
-    // One that has joined already, which ends by its connection, says nothing: then another run is tried.
+    // One that has joined already, which ends by its connection, says nothing: then another run is
+    // tried.
     let caught = (0..TRIES).any(|_| orphan_is_caught());
     assert!(
         caught,
@@ -828,8 +831,8 @@ fn an_orphan_that_has_not_joined_ends() {
 /// Runs that are tried until a process is caught before it has joined.
 const TRIES: usize = 20;
 
-/// Kills process 0 of a run whose other process is stopped as soon as it is there, and waits until that
-/// has ended, too. Whether it was stopped before it had joined: before it had a socket.
+/// Kills process 0 of a run whose other process is stopped as soon as it is there, and waits until
+/// that has ended, too. Whether it was stopped before it had joined: before it had a socket.
 fn orphan_is_caught() -> bool {
     let place = Place::with_plan();
     let args = [
@@ -895,7 +898,8 @@ impl Drop for Group {
     }
 }
 
-/// The system kills a process that has no memory left: the others name it and end, as with any other kill.
+/// The system kills a process that has no memory left: the others name it and end, as with any
+/// other kill.
 #[test]
 fn a_process_that_is_killed_for_memory_is_named() {
     let Some(group) = Group::new() else {
@@ -1049,8 +1053,8 @@ fn a_rank_that_hangs_is_found_by_its_record() {
         .says(&["no records of ranks"]);
 }
 
-/// The findings of `doctor` about the last run of `plan.json`, by the folder beside `run.json`: its words,
-/// and whom it names.
+/// The findings of `doctor` about the last run of `plan.json`, by the folder beside `run.json`: its
+/// words, and whom it names.
 fn examined(place: &Place) -> (String, Value) {
     let args = ["doctor", "plan.json", "run.records"];
     let words = support::flat(&place.run(&args).expect(0).out);
@@ -1065,8 +1069,8 @@ fn send(name: &str, id: u32) {
 
 const UNASKED: [&str; 5] = ["--steps", "100000000", "--processes", "-o", "run.json"];
 
-/// Records that nobody asked for, and what the run found itself, name the rank that was killed, whichever
-/// it is and wherever it was, though all processes are gone by then.
+/// Records that nobody asked for, and what the run found itself, name the rank that was killed,
+/// whichever it is and wherever it was, though all processes are gone by then.
 #[test]
 fn a_killed_rank_is_found_by_records_that_nobody_asked_for() {
     let place = Place::with_plan();
@@ -1141,7 +1145,8 @@ fn the_loss_of_process_0_is_in_the_records() {
     assert_eq!(culprits, serde_json::json!([0]), "{words}");
 }
 
-/// A rank that hangs is named by the run and, after its end, by `doctor`, and both say where it was.
+/// A rank that hangs is named by the run and, after its end, by `doctor`, and both say where it
+/// was.
 #[test]
 fn a_rank_that_hangs_is_found_after_the_end() {
     let place = Place::with_plan();
@@ -1167,8 +1172,8 @@ fn a_rank_that_hangs_is_found_after_the_end() {
     assert_eq!(culprits, serde_json::json!([2]), "{words}");
 }
 
-/// A process 0 that stood still until the others had ended without it finds that they have gone: it blames
-/// none of them, and `doctor` still says who it was.
+/// A process 0 that stood still until the others had ended without it finds that they have gone: it
+/// blames none of them, and `doctor` still says who it was.
 #[test]
 fn a_process_0_that_goes_on_too_late_blames_nobody_else() {
     let place = Place::with_plan();
@@ -1194,8 +1199,8 @@ fn a_process_0_that_goes_on_too_late_blames_nobody_else() {
     assert_eq!(culprits, serde_json::json!([0]), "{words}");
 }
 
-/// The folder that nobody asked for goes with a run that ends well, after losses too, and takes nothing
-/// with it that is not of a run. Where there can be none, the run does without.
+/// The folder that nobody asked for goes with a run that ends well, after losses too, and takes
+/// nothing with it that is not of a run. Where there can be none, the run does without.
 #[test]
 fn a_run_that_ends_well_leaves_no_records() {
     let place = Place::with_plan();
@@ -1279,8 +1284,8 @@ fn records_that_were_asked_for_are_written_or_said() {
     place.run(&[&RUN[..], &few].concat()).expect(0);
 }
 
-/// Lets processes go on for three of seven milliseconds, which is about half of their speed, from when it
-/// is made until it is dropped.
+/// Lets processes go on for three of seven milliseconds, which is about half of their speed, from
+/// when it is made until it is dropped.
 struct Slowed(Arc<AtomicBool>, Option<JoinHandle<()>>);
 
 impl Slowed {
@@ -1326,8 +1331,9 @@ impl Watched<'_> {
         let rows = std::fs::read_to_string(self.place.path("slow.csv"));
         rows.unwrap_or_default().lines().count().saturating_sub(1)
     }
-    /// Waits until so many more steps are done and four seconds are over, in which there are four windows
-    /// of them, or something is said with one of these words: which one, and after how many steps.
+    /// Waits until so many more steps are done and four seconds are over, in which there are four
+    /// windows of them, or something is said with one of these words: which one, and after how many
+    /// steps.
     fn hears(&mut self, steps: usize, words: &[&str]) -> (Option<usize>, usize) {
         let (before, since) = (self.steps(), Instant::now());
         loop {
@@ -1364,12 +1370,12 @@ fn in_use(ids: &[u32]) -> [f64; 2] {
     [all, ids.iter().map(of).sum()]
 }
 
-/// Processors that other work of this machine may take, on the average of a test: this one's own thread
-/// takes some hundredths of one.
+/// Processors that other work of this machine may take, on the average of a test: this one's own
+/// thread takes some hundredths of one.
 const MOST_OF_OTHERS: f64 = 0.15;
 
-/// A processor that becomes slow is named within three windows of steps, and when it is slow no more
-/// that is said within two; where all are slow alike nobody is named.
+/// A processor that becomes slow is named within three windows of steps, and when it is slow no
+/// more that is said within two; where all are slow alike nobody is named.
 #[test]
 fn a_process_at_half_its_speed_is_named_until_it_has_all_again() {
     if std::env::var("RUN_SLOW_TESTS").is_err() {

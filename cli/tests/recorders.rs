@@ -1,5 +1,5 @@
-//! The records that every run has of its ranks, unasked: what they cost, what they survive, and what
-//! `doctor` says by them after a kill.
+//! The records that every run has of its ranks, unasked: what they cost, what they survive, and
+//! what `doctor` says by them after a kill.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used)]
 
@@ -161,7 +161,7 @@ fn records_that_cannot_be_written_end_no_run() {
         .says(&[".record", "No space left"]);
 }
 
-/// What a store to a mapped file meets then would end the process.
+/// A store to a mapped file would end the process then.
 #[test]
 fn records_that_somebody_shortens_end_no_run() {
     let place = Place::with_plan();

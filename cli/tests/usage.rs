@@ -256,8 +256,8 @@ fn numbers_that_make_no_sense_are_refused_in_words() {
         .says(&["expected a whole number from 0"]);
 }
 
-/// Shares of a step or of memory: what is the whole or more makes no sense, and a number without `%` is
-/// not taken for percent.
+/// Shares of a step or of memory: what is the whole or more makes no sense, and a number without
+/// `%` is not taken for percent.
 #[test]
 fn shares_are_below_the_whole() {
     let place = Place::new();

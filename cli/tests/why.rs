@@ -313,7 +313,8 @@ fn what_if_shows_the_new_plan_and_what_this_one_would_do() {
     let report = place.run(&twice).expect(0).json();
     assert_eq!(report["this_plan"]["outcome"], "fits");
     assert!(report["this_plan"]["step_time_s"].as_f64().unwrap() > before);
-    // What simplicity cost was said of the old facts: it does not keep a slower step from being one.
+    // What simplicity cost was said of the old facts: it does not keep a slower step from being
+    // one.
     let mut simple = old;
     let strategies = simple["layer_strategies"].as_array().unwrap().len();
     simple["proof"]["simpler"] = serde_json::json!({

@@ -171,8 +171,8 @@ fn experts_are_stacked() {
     assert!(text.contains("experts.4.w1.weight"), "{text}");
 }
 
-/// A matrix of a file that holds several of ours: its rows go to each of them, and what is wrong with
-/// it is said once.
+/// A matrix of a file that holds several of ours: its rows go to each of them, and what is wrong
+/// with it is said once.
 #[test]
 fn parts_of_a_matrix_are_parameters() {
     let case = "deepseek_v3";

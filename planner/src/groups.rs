@@ -59,7 +59,7 @@ pub(crate) struct Setting<'a> {
     pub index: &'a Index,
     /// Ops that are one call with a product; none where each is priced by itself.
     pub chains: Option<&'a Chains>,
-    /// Whether what moves gradients of activations counts among what may hide
+    /// True where the traffic of activations' gradients counts among what may hide
     /// ([`Assumed`](crate::layer_model::Assumed)).
     pub gradients_hide: bool,
 }
@@ -100,8 +100,8 @@ pub(crate) struct Part {
     /// Specs that the strategy implies.
     pub specs: Assignment,
     seconds: f64,
-    /// Seconds that it takes more where this operand is laid out anew: it is no part of the call that
-    /// makes the operand then.
+    /// Seconds that it takes more where this operand is laid out anew: it is no part of the call
+    /// that makes the operand then.
     pub apart: Option<(usize, f64)>,
     /// Bytes of the first result.
     bytes: u64,

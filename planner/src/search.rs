@@ -150,8 +150,8 @@ pub(crate) fn plan(
     let least = objectives.min_by(|a, b| a.0.total_cmp(&b.0));
     let own = made.plan.proof.objective_s.0;
     made.plan.proof.least_objective_s = least.filter(|least| least.0 < own * (1.0 - LESS));
-    // Not all that is played is of the space that was bounded: wide shapes are not, and a plan that the
-    // search counts as too large, made alike in all layers, may fit once it is lowered.
+    // Not all that is played is of the space that was bounded: wide shapes are not, and a plan that
+    // the search counts as too large, made alike in all layers, may fit once it is lowered.
     let proof = &mut made.plan.proof;
     if let Some(least) = least.filter(|least| least.0 < proof.lower_bound_s.0) {
         proof.lower_bound_s = least;

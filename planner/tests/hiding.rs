@@ -90,8 +90,8 @@ fn whole_parameters_are_found_without_a_pin() {
     }
 }
 
-/// More of an all-gather and a reduce-scatter hides than of one all-reduce, which the objective does
-/// not know: by it, tensor parallelism splits no sequences where memory is ample.
+/// More of an all-gather and a reduce-scatter hides than of one all-reduce, which the objective
+/// does not know: by it, tensor parallelism splits no sequences where memory is ample.
 #[test]
 fn sequences_are_split_where_their_traffic_hides() {
     let train = common::train(128, 4096, Precision::Bf16);

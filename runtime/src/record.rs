@@ -1,13 +1,13 @@
 //! The place of every rank, in a file that outlives its process, and what the files of a run that
 //! hangs or died say when they are held against its program.
 //!
-//! Beside them the run writes its own finding, where it failed: the system tells it who died of what,
-//! which no record does, and after its end all processes are gone alike.
+//! Beside them the run writes its own finding, where it failed: the system tells it who died of
+//! what, which no record does, and after its end all processes are gone alike.
 //!
-//! A rank stores where it is in its script before each instruction and after the last, in a file that is
-//! [mapped] into its memory: the system keeps what was stored when the process is killed. There is no
-//! history, because there need be none: the program is static, so where a rank is says all that it
-//! did, and which calls each of the others must have come to.
+//! A rank stores where it is in its script before each instruction and after the last, in a file
+//! that is [mapped] into its memory: the system keeps what was stored when the process is killed.
+//! There is no history, because there need be none: the program is static, so where a rank is says
+//! all that it did, and which calls each of the others must have come to.
 //!
 //! ```text
 //!   0  head: form and version, rank, process, host
@@ -234,7 +234,8 @@ fn is_record(path: &Path) -> bool {
     rank.is_some_and(|rank| rank.parse::<u32>().is_ok())
 }
 
-/// Whether a file is a record or the finding of a run, by its content: others may have the same names.
+/// Whether a file is a record or the finding of a run, by its content: others may have the same
+/// names.
 fn is_of_run(path: &Path) -> bool {
     let name = path
         .file_name()
@@ -263,8 +264,9 @@ fn is_aside(name: &str) -> bool {
     of_part.is_some_and(is_number) || of_run.is_some_and(are_numbers)
 }
 
-/// Takes the records of an earlier run, and its finding, out of the way: one that has failed is put into a
-/// folder inside of theirs, as a launcher may have started the next one at once. All others are removed.
+/// Takes the records of an earlier run, and its finding, out of the way: one that has failed is put
+/// into a folder inside of theirs, as a launcher may have started the next one at once. All others
+/// are removed.
 pub fn make_way(folder: &Path) -> Result<(), RuntimeError> {
     if Verdict::read(folder).is_some() {
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
@@ -289,8 +291,8 @@ pub fn clear(folder: &Path) -> Result<(), RuntimeError> {
     Ok(())
 }
 
-/// Removes all that a run wrote into a folder, and the folder where nothing else is in it. What cannot be
-/// removed stays.
+/// Removes all that a run wrote into a folder, and the folder where nothing else is in it. What
+/// cannot be removed stays.
 pub fn remove(folder: &Path) {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     for entry in entries {

@@ -1,9 +1,9 @@
-//! `doctor`: why a run hangs or died, by what its ranks wrote of what they were doing, and by what the run
-//! itself found when it failed.
+//! `doctor`: why a run hangs or died, by what its ranks wrote of what they were doing, and by what
+//! the run itself found when it failed.
 //!
-//! The run's own finding comes first: it saw who died of what while the others were there. The processes
-//! come second, while some are alive. Records alone accuse nobody once all are gone: a rank that dies in
-//! a call may have come to it before the others, who then seem to be late.
+//! The run's own finding comes first: it saw who died of what while the others were there. The
+//! processes come second, while some are alive. Records alone accuse nobody once all are gone: a
+//! rank that dies in a call may have come to it before the others, who then seem to be late.
 
 use crate::args::DoctorArgs;
 use crate::failure::{Exit, Failure};
@@ -83,9 +83,9 @@ fn is_over(processes: &BTreeMap<Rank, Process>) -> bool {
     here.next().is_some_and(is_gone) && here.all(is_gone)
 }
 
-/// Takes those whose processes do nothing any more for the culprits, where there are some and others are
-/// alive: among ranks that are in a call together the records do not say who holds it up, and one that has
-/// been stopped may have come to a later call before others heard so.
+/// Takes those whose processes do nothing any more for the culprits, where there are some and
+/// others are alive: among ranks that are in a call together the records do not say who holds it
+/// up, and one that has been stopped may have come to a later call before others heard so.
 fn narrow(of: &mut Diagnosis, processes: &BTreeMap<Rank, Process>) {
     let here = processes.iter().filter(|(_, p)| p.state != ELSEWHERE);
     let (still, alive): (Vec<_>, Vec<_>) = here.partition(|(_, p)| p.is_still);

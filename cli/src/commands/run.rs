@@ -362,8 +362,8 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     whole(args, loaded.plan.train.task, &measurement, &written)
 }
 
-/// The end of a process whose driver does not come back: process 0 of a run that is kept is to be lost,
-/// and not to end the run by its exit code.
+/// The end of a process whose driver does not come back: process 0 of a run that is kept is to be
+/// lost, and not to end the run by its exit code.
 fn last_resort(args: &RunArgs) -> fn(&str) {
     match args.kept.is_some() && args.as_process.is_none() {
         true => last_resort::end_kept,
@@ -627,10 +627,10 @@ fn has_gpus(args: &RunArgs, loaded: &Loaded, setting: &Setting) -> Result<(), Fa
     Ok(())
 }
 
-/// How many ranks each GPU of the host of process 0 has, and the bytes that they need: the ranks of a
-/// host go round its GPUs by their places on that host. Their processes, `here` of all `of`, are taken
-/// for the first ones; a launcher that deals processes out to hosts one by one does not say which there
-/// are before they have met.
+/// How many ranks each GPU of the host of process 0 has, and the bytes that they need: the ranks of
+/// a host go round its GPUs by their places on that host. Their processes, `here` of all `of`, are
+/// taken for the first ones; a launcher that deals processes out to hosts one by one does not say
+/// which there are before they have met.
 fn of_gpus(
     mut ranks: Vec<(Rank, u64)>,
     (of, here): (usize, usize),
@@ -721,8 +721,8 @@ fn check_weights(path: &Path) -> Result<(), Failure> {
 }
 
 /// Finds the newest undamaged checkpoint where `--resume` says, and checks that it is of the plan's
-/// model. Warns where the run will differ from one that never stopped; of other data, which people mean
-/// more often than not, in the first line.
+/// model. Warns where the run will differ from one that never stopped; of other data, which people
+/// mean more often than not, in the first line.
 fn checkpoint(path: &Path, loaded: &Loaded, data: &Dataset) -> Result<Arc<Checkpoint>, Failure> {
     if !path.exists() {
         let what = format!(

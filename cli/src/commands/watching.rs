@@ -1,5 +1,5 @@
-//! A long search shows what it has so far, and Ctrl-C or a time limit takes that. A verb that makes several
-//! searches says which of them it is at.
+//! A long search shows what it has so far, and Ctrl-C or a time limit takes that. A verb that makes
+//! several searches says which of them it is at.
 
 use super::spinner;
 use crate::failure::Failure;

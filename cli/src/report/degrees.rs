@@ -103,8 +103,8 @@ impl Degrees {
         "microbatch",
     ];
 
-    /// The cells of a row under [`Degrees::HEADER`]. `7(x3)` are seven ranks that split samples, three
-    /// times over.
+    /// The cells of a row under [`Degrees::HEADER`]. `7(x3)` are seven ranks that split samples,
+    /// three times over.
     pub fn cells(&self) -> Vec<String> {
         vec![
             match self.repeated {

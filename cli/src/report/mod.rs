@@ -30,8 +30,8 @@ use std::sync::OnceLock;
 
 /// Draws a table with a header; columns from `numbers_from` on are right-aligned. Where it would be
 /// wider than [`width`], texts and heads of columns are broken between words. Numbers never are: if
-/// their columns do not fit side by side, they are drawn in several tables, one below the other, each
-/// with the columns before `numbers_from`.
+/// their columns do not fit side by side, they are drawn in several tables, one below the other,
+/// each with the columns before `numbers_from`.
 pub fn table(header: &[&str], rows: Vec<Vec<String>>, numbers_from: usize) -> String {
     table_within(width(), header, &rows, numbers_from)
 }
@@ -118,14 +118,14 @@ fn least_widths(
 /// Characters of a word that is not broken, whatever the width.
 const SHORT: usize = 8;
 
-/// The characters of a line of a table: columns with a blank on both sides and one between them, and
-/// the frame.
+/// The characters of a line of a table: columns with a blank on both sides and one between them,
+/// and the frame.
 fn drawn_width(columns: &[usize]) -> usize {
     columns.iter().map(|w| w + 3).sum::<usize>() + 1
 }
 
-/// The columns of the tables that are drawn one below the other: those of texts in each, and as many
-/// of numbers as fit.
+/// The columns of the tables that are drawn one below the other: those of texts in each, and as
+/// many of numbers as fit.
 fn side_by_side(width: usize, least: &[usize], numbers_from: usize) -> Vec<Vec<usize>> {
     let texts = 0..numbers_from.min(least.len());
     let mut parts = vec![texts.clone().collect::<Vec<usize>>()];
@@ -219,15 +219,15 @@ pub fn print_json(value: &impl Serialize) -> Result<(), Failure> {
     })
 }
 
-/// Whether a terminal obeys a character in place of showing it: control characters, and those that turn
-/// the direction of text.
+/// Whether a terminal obeys a character in place of showing it: control characters, and those that
+/// turn the direction of text.
 fn is_obeyed(c: char) -> bool {
     c.is_control()
         || matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
-/// Shows a character of a line of some document: a tab as a blank, what a terminal would obey as its
-/// number.
+/// Shows a character of a line of some document: a tab as a blank, what a terminal would obey as
+/// its number.
 pub fn visible_char(c: char) -> String {
     match c {
         '\t' => " ".into(),
@@ -236,8 +236,8 @@ pub fn visible_char(c: char) -> String {
     }
 }
 
-/// Shows text that may hold words of a document, a file's name or a variable: lines as they are, and
-/// what a terminal would obey as its number.
+/// Shows text that may hold words of a document, a file's name or a variable: lines as they are,
+/// and what a terminal would obey as its number.
 pub fn visible(text: &str) -> Cow<'_, str> {
     let is_shown = |c: char| matches!(c, '\n' | '\t') || !is_obeyed(c);
     match text.chars().all(is_shown) {
@@ -252,15 +252,16 @@ pub fn visible(text: &str) -> Cow<'_, str> {
     }
 }
 
-/// Prints sentences and tables to standard output, [`visible`] and [`wrapped`]; a reader that has gone
-/// away (`| head`) is no error.
+/// Prints sentences and tables to standard output, [`visible`] and [`wrapped`]; a reader that has
+/// gone away (`| head`) is no error.
 pub fn out(text: &str) -> Result<(), Failure> {
     let shown = visible(text);
     let blank = shown.len() - shown.trim_end_matches('\n').len();
     write(&(wrapped(&shown) + &"\n".repeat(blank)))
 }
 
-/// Prints a document as it is, but for what a terminal would obey: programs, configurations, schemas.
+/// Prints a document as it is, but for what a terminal would obey: programs, configurations,
+/// schemas.
 pub fn document(text: &str) -> Result<(), Failure> {
     write(&visible(text))
 }

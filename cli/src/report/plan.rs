@@ -537,8 +537,8 @@ fn interleaving(plan: &Plan) -> String {
     )
 }
 
-/// Describes in one line what an asynchronous schedule does to training and to memory; empty for all
-/// others.
+/// Describes in one line what an asynchronous schedule does to training and to memory; empty for
+/// all others.
 fn asynchronous(plan: &Plan) -> String {
     let schedule = plan.schedule.schedule();
     if !schedule.is_asynchronous() {
@@ -883,8 +883,8 @@ fn equal_runs(stages: &[StageProof]) -> Vec<(usize, usize)> {
     runs
 }
 
-/// The first line of a proof: the least objective that was found, its bound and their gap, and beside
-/// it the plan's own objective where that is another one's.
+/// The first line of a proof: the least objective that was found, its bound and their gap, and
+/// beside it the plan's own objective where that is another one's.
 fn least_found(plan: &Plan) -> String {
     let p = &plan.proof;
     let own = p.objective_s;

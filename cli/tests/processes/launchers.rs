@@ -157,8 +157,9 @@ fn a_run_ends_in_order_when_the_launcher_of_others_is_killed() {
     place.run(&["checkpoint", "verify", "state"]).expect(0);
 }
 
-/// As where one host is to be emptied: its processes alone are interrupted. All say by their exit code
-/// that the run was interrupted, so that whoever starts processes again does so for all of them.
+/// As where one host is to be emptied: its processes alone are interrupted. All say by their exit
+/// code that the run was interrupted, so that whoever starts processes again does so for all of
+/// them.
 #[test]
 fn a_run_ends_in_order_when_one_of_its_processes_is_interrupted() {
     for signal in ["-TERM", "-USR1"] {

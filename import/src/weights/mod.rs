@@ -2,9 +2,10 @@
 //!
 //! [`Weights::open`] reads headers only, and checks that the files hold exactly the model's
 //! tensors; [`Weights::param`] reads one tensor. Names are accepted with the model's prefix
-//! (`transformer.`, `model.`) or without, as transformers saves with and without the head.
-//! Buffers that old files carry (GPT-2's `attn.bias` masks, Llama's `rotary_emb.inv_freq`)
-//! are ignored, and so are DeepSeek-V3's layers behind the last, which predict further tokens. A tied model's `lm_head.weight` is accepted if it equals the embedding.
+//! (`transformer.`, `model.`) or without, as transformers saves with and without the head. Buffers
+//! that old files carry (GPT-2's `attn.bias` masks, Llama's `rotary_emb.inv_freq`) are ignored, and
+//! so are DeepSeek-V3's layers behind the last, which predict further tokens. A tied model's
+//! `lm_head.weight` is accepted if it equals the embedding.
 
 mod export;
 mod files;
@@ -154,7 +155,8 @@ pub fn map_param_to_hf(config: &ModelConfig, path: &str) -> Result<Vec<String>, 
 }
 
 /// Converts a parameter (or its gradient, or moment) to Hugging Face's tensors. Of a tensor that
-/// holds other parameters too, their rows are zero: the tensor is the sum of what its parameters give.
+/// holds other parameters too, their rows are zero: the tensor is the sum of what its parameters
+/// give.
 ///
 /// Fails when the model has no such parameter, or `values` has another length.
 pub fn to_hf(
@@ -274,8 +276,8 @@ fn strip_prefixes(
     Ok(by_bare)
 }
 
-/// Checks that experts are not quantized: published gpt-oss has blocks of four-bit numbers (MXFP4) with a
-/// scale each for every such matrix.
+/// Checks that experts are not quantized: published gpt-oss has blocks of four-bit numbers (MXFP4)
+/// with a scale each for every such matrix.
 fn check_plain(stored: &BTreeMap<String, (String, Stored)>) -> Result<(), ImportError> {
     let is_block = |key: &&String| key.contains(".experts.") && key.ends_with("_proj_blocks");
     let Some((name, found)) = stored.keys().find(is_block).map(|key| &stored[key]) else {

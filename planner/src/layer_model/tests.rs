@@ -142,8 +142,8 @@ fn optimum(sizes: &[usize], node_costs: &[Vec<Cost>], edges: &[Edge]) -> Option<
         .filter(|&v| v < 1 << 60)
 }
 
-/// Ruling choices out by messages changes neither the best paths nor what they cost, with two ways of
-/// each layer too; and some layers have to be priced further for that.
+/// Ruling choices out by messages changes neither the best paths nor what they cost, with two ways
+/// of each layer too; and some layers have to be priced further for that.
 #[test]
 fn messages_change_no_path() {
     let mut n_widened = 0;
@@ -187,8 +187,8 @@ fn messages_change_no_path() {
     assert!(n_widened > 0);
 }
 
-/// A model with the groups of parameters that models of other microbatches and of other choices of what
-/// is recomputed were made with is the one that would be made without them.
+/// A model with the groups of parameters that models of other microbatches and of other choices of
+/// what is recomputed were made with is the one that would be made without them.
 #[test]
 fn facts_of_a_mesh_hold_for_every_microbatch_and_variant() {
     for axes in [[2, 2], [1, 8]] {

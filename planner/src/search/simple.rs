@@ -1,10 +1,10 @@
 //! Plans that are simpler than the fastest one and nearly as fast.
 //!
-//! The choice that fills the memory best is a patchwork: the first layers of a stage recompute, an integer
-//! program shares out what is left tensor by tensor. Often a plan whose layers are all alike takes
-//! a fraction of a percent longer, and people can read it and run it with the software that they
-//! have. So the best pipelines are also made with their layers alike, and of all plans within a
-//! tolerance of the fastest the simplest is taken.
+//! The choice that fills the memory best is a patchwork: the first layers of a stage recompute, an
+//! integer program shares out what is left tensor by tensor. Often a plan whose layers are all
+//! alike takes a fraction of a percent longer, and people can read it and run it with the software
+//! that they have. So the best pipelines are also made with their layers alike, and of all plans
+//! within a tolerance of the fastest the simplest is taken.
 
 use super::mixes::Rungs;
 use super::{Pipeline, scale};

@@ -7,8 +7,8 @@
 //! ```
 //!
 //! A step is held up for the copy alone. The order of writing is that of any checkpoint: it is one
-//! when all of it is on the disk, and until then nothing has changed. One is written at a time, so the
-//! copies take at most the bytes of one checkpoint, over all ranks together.
+//! when all of it is on the disk, and until then nothing has changed. One is written at a time, so
+//! the copies take at most the bytes of one checkpoint, over all ranks together.
 
 use super::retention::make_room;
 use super::shard::Shard;

@@ -14,9 +14,9 @@
 //!
 //! Nothing is replaced by a write. Files are written through to the disk in a folder beside and
 //! read again, then the manifest, then the folder gets its name, one number above the newest; only
-//! then old checkpoints go, all but the [newest two](KEPT) that are whole. That can be done
-//! [in the background](Background), from copies of the states. A run goes on from the newest that is
-//! what its manifest says; nothing else points at it.
+//! then old checkpoints go, all but the [newest two](KEPT) that are whole. That can be done [in the
+//! background](Background), from copies of the states. A run goes on from the newest that is what
+//! its manifest says; nothing else points at it.
 
 mod background;
 pub mod dcp;
@@ -187,8 +187,8 @@ pub fn rescue(
     Ok(Rescued { step, path })
 }
 
-/// Makes a checkpoint of files as [`commit`] does, and reads it again to see that it is whole: no older
-/// one goes before that is known.
+/// Makes a checkpoint of files as [`commit`] does, and reads it again to see that it is whole: no
+/// older one goes before that is known.
 ///
 /// Fails with the reason in words: then everything is as before.
 fn commit_verified(

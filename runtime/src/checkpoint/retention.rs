@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The checkpoints of which this process knows whether they are whole: those that it wrote are, as they
-/// were read again, and others are verified once.
+/// The checkpoints of which this process knows whether they are whole: those that it wrote are, as
+/// they were read again, and others are verified once.
 #[derive(Clone, Debug, Default)]
 pub struct Whole(Arc<Mutex<BTreeMap<PathBuf, bool>>>);
 
@@ -63,8 +63,8 @@ pub fn step_of(path: &Path) -> Option<u64> {
     name.rsplit_once("-step-")?.1.parse().ok()
 }
 
-/// Where the disk has no room for another checkpoint as large as the newest, has those go already that
-/// would go once it is there; the newest whole one stays. Whether any did.
+/// Where the disk has no room for another checkpoint as large as the newest, has those go already
+/// that would go once it is there; the newest whole one stays. Whether any did.
 pub(super) fn make_room(folder: &Path, kept: usize, whole: &Whole) -> bool {
     let before = numbered(folder);
     let newest = before.iter().rev().find(|(_, path)| whole.has(path));
@@ -86,8 +86,8 @@ fn bytes_of(path: &Path) -> u64 {
     sizes.sum()
 }
 
-/// Has a checkpoint go. One that cannot be removed is in nobody's way. It goes under another name, so
-/// that there never is a part of it under its own.
+/// Has a checkpoint go. One that cannot be removed is in nobody's way. It goes under another name,
+/// so that there never is a part of it under its own.
 pub(super) fn remove(folder: &Path, old: &Path) {
     let _ =
         Unfinished::folder(folder).and_then(|grave| std::fs::rename(old, grave.path().join("old")));

@@ -4,7 +4,7 @@
 //!   q [B, S, K, G, D]   query row i is at global position q_offset + i
 //!   k [B, T, K, D]      key j is at position k_offset + j; v [B, T, K, V] likewise
 //!   s_ij = scale * <q_i, k_j>                 for k_offset + j <= q_offset + i and j < valid_k,
-//!                                             within the window: q_offset + i - (k_offset + j) < window
+//! within the window: q_offset + i - (k_offset + j) < window
 //!   s_ij = cap * tanh(s_ij / cap)             where there is a cap
 //!   s_ij = s_ij - slope * (q_offset + i - (k_offset + j))   where heads have slopes (ALiBi)
 //!   lse_i = ln sum_j exp(s_ij)                -inf when no key is visible
@@ -13,7 +13,8 @@
 //!
 //! Only the scores of [`BLOCK`] rows of one head exist at a time, up to the last key the block
 //! sees. The backward pass recomputes the probabilities from `lse`, as in FlashAttention (Dao et
-//! al. 2022); with `delta_i = <do_i, o_i> - dlse_i`, as `p_ij` is the derivative of `lse_i` by `s_ij`,
+//! al. 2022); with `delta_i = <do_i, o_i> - dlse_i`, as `p_ij` is the derivative of `lse_i` by
+//! `s_ij`,
 //!
 //! ```text
 //!   p_ij = exp(s_ij - lse_i)          ds_ij = p_ij * (drop_ij * <do_i, v_j> - delta_i)
@@ -210,11 +211,11 @@ pub fn backward(
     });
 }
 
-/// Adds the attention of some queries to other keys to one that is there: `o` and `lse` become those
-/// of both sets of keys. Rows of `o` have `width` elements.
+/// Adds the attention of some queries to other keys to one that is there: `o` and `lse` become
+/// those of both sets of keys. Rows of `o` have `width` elements.
 ///
-/// With `lse = ln(exp lse_a + exp lse_b)`, `o = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b`; where no
-/// key is visible `lse` is -inf, and `o` zero.
+/// With `lse = ln(exp lse_a + exp lse_b)`, `o = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b`; where
+/// no key is visible `lse` is -inf, and `o` zero.
 pub fn merge(width: usize, (o, lse): (&mut [f32], &mut [f32]), (o_b, lse_b): (&[f32], &[f32])) {
     let rows = o.chunks_exact_mut(width).zip(o_b.chunks_exact(width));
     for ((row, row_b), (a, &b)) in rows.zip(lse.iter_mut().zip(lse_b)) {

@@ -100,8 +100,8 @@ pub fn slice<T: Copy>(
     }
 }
 
-/// Rows of `n` elements in front of rows of `m`: `(x[.., n], y[.., m]) -> out[.., n + m]`, where `x`
-/// has as many rows as `y` or fewer, each for as many rows of `y` that follow each other.
+/// Rows of `n` elements in front of rows of `m`: `(x[.., n], y[.., m]) -> out[.., n + m]`, where
+/// `x` has as many rows as `y` or fewer, each for as many rows of `y` that follow each other.
 ///
 /// # Panics
 /// If the slices do not fit.

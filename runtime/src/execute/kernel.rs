@@ -92,8 +92,9 @@ pub fn kernel(
     Ok(scratch)
 }
 
-/// Whether the op can find this operand in its result's buffer, which it writes over: `f32` elements
-/// of ops for which `OpKind::may_overwrite` holds and that work on a few elements at a time.
+/// Whether the op can find this operand in its result's buffer, which it writes over: `f32`
+/// elements of ops for which `OpKind::may_overwrite` holds and that work on a few elements at a
+/// time.
 pub(crate) fn finds_in_result(op: &OpKind, operand: usize, dtype: DType) -> bool {
     let in_blocks = matches!(
         op,

@@ -69,10 +69,11 @@ pub struct SessionOptions {
     pub matmuls: cuda::Matmuls,
     /// How ranks on GPUs meet; those of the CPU meet in the host's memory.
     pub meets: Meets,
-    /// Ends the process where ranks meet by NCCL and the host of one never comes back from the GPU's
-    /// driver; `None`: somebody else has to.
+    /// Ends the process where ranks meet by NCCL and the host of one never comes back from the
+    /// GPU's driver; `None`: somebody else has to.
     pub last_resort: Option<LastResort>,
-    /// Where the ranks of a process that does not coordinate leave their states when process 0 is lost.
+    /// Where the ranks of a process that does not coordinate leave their states when process 0 is
+    /// lost.
     pub leaves: Option<Leaving>,
     /// The name of the run of which this is a part, for its checkpoints.
     pub run: Option<String>,
@@ -185,8 +186,8 @@ impl Cast {
         let threads = self.rank_options().threads;
         (Cpu::new(device, host, threads), world.endpoint(rank))
     }
-    /// The ranks of a host go round its GPUs, several on one where there are fewer: whichever they are
-    /// of all ranks, as a launcher may deal processes out to hosts one by one.
+    /// The ranks of a host go round its GPUs, several on one where there are fewer: whichever they
+    /// are of all ranks, as a launcher may deal processes out to hosts one by one.
     fn on_gpu(&self, n_gpus: usize, (rank, role): (Rank, usize)) -> Result<Cuda, RuntimeError> {
         let (device, host) = self.arenas(role);
         let place = self.places.get(&rank).copied().unwrap_or_default();
@@ -267,8 +268,8 @@ impl Cast {
 pub struct StepResult {
     /// Mean loss over the tokens of the batch, before the update.
     pub loss: f64,
-    /// Norm of the gradient before clipping, loss scale taken out; no number in inference, and where
-    /// stages update by themselves.
+    /// Norm of the gradient before clipping, loss scale taken out; no number in inference, and
+    /// where stages update by themselves.
     pub grad_norm: f64,
     /// The loss scale of the step, with f16.
     pub loss_scale: Option<f64>,
@@ -408,8 +409,8 @@ impl Session {
 
     /// Starts the ranks and goes on from a checkpoint, of which each rank reads its part.
     ///
-    /// Fails as [`Session::new`] does, and when the checkpoint has not the states of the program, or
-    /// has others; inference leaves those of the optimizer alone.
+    /// Fails as [`Session::new`] does, and when the checkpoint has not the states of the program,
+    /// or has others; inference leaves those of the optimizer alone.
     pub fn resume(
         program: &Program,
         spec: &TrainSpec,
@@ -724,8 +725,8 @@ impl Session {
     pub(crate) fn is_writing(&self) -> bool {
         self.is_writing
     }
-    /// Waits for the files of [`Session::begin_shards`]. Fails when a rank cannot write its own; the
-    /// session can still go on.
+    /// Waits for the files of [`Session::begin_shards`]. Fails when a rank cannot write its own;
+    /// the session can still go on.
     pub(crate) fn end_shards(&mut self) -> Result<Vec<Shard>, RuntimeError> {
         self.is_writing = false;
         self.ask_writers(|_| Request::Written)

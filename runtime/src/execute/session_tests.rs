@@ -858,8 +858,8 @@ fn a_turned_bit_of_a_replica_is_found() {
     assert_eq!(error, expected);
 }
 
-/// The step at which a norm is no number changes no state, and playing it again finds where that came
-/// from: the op that meets a parameter that is too large.
+/// The step at which a norm is no number changes no state, and playing it again finds where that
+/// came from: the op that meets a parameter that is too large.
 #[test]
 fn the_first_tensor_that_is_no_number_is_named() {
     let case = Case::new(1, &GENERAL, Precision::F32, ADAM);
@@ -897,8 +897,9 @@ fn the_first_tensor_that_is_no_number_is_named() {
     );
 }
 
-/// A parameter that is no number on one rank alone, which has a process of its own: the step at which
-/// the others hear of it changes a state of nobody, that tensor and that rank are named, and all end.
+/// A parameter that is no number on one rank alone, which has a process of its own: the step at
+/// which the others hear of it changes a state of nobody, that tensor and that rank are named, and
+/// all end.
 #[test]
 fn a_state_that_is_no_number_on_one_rank_stops_all_at_the_same_step() {
     let mut n_stopped = 0;

@@ -477,8 +477,8 @@ impl Endpoint {
     pub(super) fn missing(&self, meeting: &Meeting) -> Vec<Rank> {
         missing(&self.world.lock(), meeting)
     }
-    /// Rests until something has changed for the rank since it last rested, at most for `patience`; what
-    /// comes in the moment in which it begins to rest may take as long to be seen.
+    /// Rests until something has changed for the rank since it last rested, at most for `patience`;
+    /// what comes in the moment in which it begins to rest may take as long to be seen.
     pub(super) fn rests(&self, patience: Duration) {
         let table = self.world.lock();
         let news = self.world.news(self.rank);

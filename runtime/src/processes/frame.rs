@@ -1,8 +1,8 @@
-//! The form of a message between processes: the length of the head, the head as MessagePack, and bytes
-//! of a block, whose places in it the head says. Behind each of the three is the CRC-32C of all that was
-//! before, so that nothing waits for bytes because a length has another bit. TCP's own checksum has
-//! 16 bits, and is made anew by network cards and whatever else passes packets on: a bit that one of
-//! them turns would be a gradient.
+//! The form of a message between processes: the length of the head, the head as MessagePack, and
+//! bytes of a block, whose places in it the head says. Behind each of the three is the CRC-32C of
+//! all that was before, so that nothing waits for bytes because a length has another bit. TCP's own
+//! checksum has 16 bits, and is made anew by network cards and whatever else passes packets on: a
+//! bit that one of them turns would be a gradient.
 //!
 //! Only processes that know the run's token get this far. A length is still believed no further
 //! than bytes arrive: a head is read as it comes, and a block's pages are touched where bytes are

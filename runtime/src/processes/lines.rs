@@ -271,8 +271,8 @@ impl Processes {
             .map(|p| sorted[bound(p)..bound(p + 1)].to_vec())
             .collect()
     }
-    /// How many ranks the processes before this one on its host have, given those of each process. The
-    /// launcher's number says that where all have as many. Else they are those with a smaller
+    /// How many ranks the processes before this one on its host have, given those of each process.
+    /// The launcher's number says that where all have as many. Else they are those with a smaller
     /// number of which the host has the same name, wherever the launcher has placed them.
     pub(crate) fn ranks_before(&self, shares: &[Vec<Rank>]) -> usize {
         let me = self.place.index;

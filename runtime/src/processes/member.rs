@@ -143,8 +143,9 @@ pub fn serve(
     }
 }
 
-/// Has this process' ranks write their share of the states, where those that are left without process 0
-/// have all of them. What is not whole is found by who goes on, so nothing is said of failures.
+/// Has this process' ranks write their share of the states, where those that are left without
+/// process 0 have all of them. What is not whole is found by who goes on, so nothing is said of
+/// failures.
 fn leave(
     leaves: &Leaving,
     program: &Program,

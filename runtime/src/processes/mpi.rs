@@ -4,9 +4,9 @@
 //! A message of MPI is a run of bytes of the connection, an empty one its end. One thread takes in
 //! all that arrives: the library's own ways to wait would keep a processor busy for every process.
 //!
-//! The library says to nobody that a process is gone. `mpirun` ends all others then, and gives them a
-//! moment to do so in order (Open MPI a second from its SIGTERM on), in which a rank may well be in
-//! the middle of an instruction. That thread sees within [`LOOK_AROUND`] that a process of this
+//! The library says to nobody that a process is gone. `mpirun` ends all others then, and gives them
+//! a moment to do so in order (Open MPI a second from its SIGTERM on), in which a rank may well be
+//! in the middle of an instruction. That thread sees within [`LOOK_AROUND`] that a process of this
 //! host has ended. One of those that are left says so, whatever its ranks do. Where nobody ends the
 //! others, the connection of the one that is gone has ended, and its absence is found as over TCP.
 
@@ -60,7 +60,7 @@ pub struct Departed {
     pub host: String,
 }
 
-/// What is done when another process of this host has ended, by the first one that is left there: all of
+/// The last words of the first process that is left on a host where another one has ended: all of
 /// them are about to be killed.
 pub type LastWords = Box<dyn FnOnce(Departed) + Send>;
 
@@ -319,8 +319,9 @@ impl Around {
             last_words,
         }
     }
-    /// Looks, when nothing has arrived, and it is time. Returns those that had ended by the look before:
-    /// nothing will arrive of them any more. One that has said so before it ended is not among them.
+    /// Looks, when nothing has arrived, and it is time. Returns those that had ended by the look
+    /// before: nothing will arrive of them any more. One that has said so before it ended is not
+    /// among them.
     fn look<T>(&mut self, open: &[Option<T>]) -> Vec<usize> {
         if self.looked.elapsed() < LOOK_AROUND {
             return Vec::new();

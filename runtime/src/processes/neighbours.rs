@@ -1,5 +1,5 @@
-//! Other processes of this host, which the system shows: when one is gone that can be seen, where no
-//! connection breaks.
+//! Other processes of this host, which the system shows: when one is gone that can be seen, where
+//! no connection breaks.
 
 use super::rendezvous::Who;
 use std::fs::{read_link, read_to_string};
@@ -14,8 +14,8 @@ pub(super) struct Neighbour {
 
 impl Neighbour {
     /// Finds a process of the run; none where it cannot be seen, as on another host, or in another
-    /// container that has the same name. There its number may be that of a stranger: who runs the same
-    /// binary is none.
+    /// container that has the same name. There its number may be that of a stranger: who runs the
+    /// same binary is none.
     pub fn find(who: &Who) -> Option<Self> {
         let binary = |pid: &str| read_link(format!("/proc/{pid}/exe")).ok();
         let is_own = binary(&who.pid.to_string())? == binary("self")?;

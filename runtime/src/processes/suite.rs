@@ -84,8 +84,8 @@ impl Fabric<Cpu> for Rankful {
     }
 }
 
-/// Has the processes of an MPI library, of which there are five or more, pass the suite together: rank
-/// r is in process r. Returns the number of worlds that there were.
+/// Has the processes of an MPI library, of which there are five or more, pass the suite together:
+/// rank r is in process r. Returns the number of worlds that there were.
 ///
 /// Fails where they do not come together, and panics where they do not pass.
 #[cfg(feature = "mpi")]

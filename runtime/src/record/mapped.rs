@@ -4,10 +4,10 @@
 //! to the disk when it likes. Nobody waits for the disk, but where the system is writing this very
 //! page back and the file system lets nobody change it meanwhile.
 //!
-//! A store to a mapped file can fail where a write would return an error: when somebody shortens the
-//! file, when the disk of a file system that never writes in place is full, when a server has
-//! forgotten the file. The system says so by SIGBUS, which ends the process. No run is to end by its
-//! records, so that signal is taken here: the page is replaced by one of memory alone, and the
+//! A store to a mapped file can fail where a write would return an error: when somebody shortens
+//! the file, when the disk of a file system that never writes in place is full, when a server has
+//! forgotten the file. The system says so by SIGBUS, which ends the process. No run is to end by
+//! its records, so that signal is taken here: the page is replaced by one of memory alone, and the
 //! store is made again, to that. Signals of other places are whose they were before.
 #![allow(unsafe_code)] // maps memory, and handles the signal of stores to it that fail
 
@@ -69,8 +69,8 @@ impl Mapped {
         );
         for (i, word) in words.iter().enumerate() {
             let to = with_exposed_provenance_mut(self.at + 8 * (first + i));
-            // SAFETY: `at` is a page that stays mapped until this is dropped, and the word is in its
-            // first bytes, by the assertion above, and aligned. Others of this process see it
+            // SAFETY: `at` is a page that stays mapped until this is dropped, and the word is in
+            // its first bytes, by the assertion above, and aligned. Others of this process see it
             // through this value alone; other processes may change the file, which is why no
             // reference to plain memory is made of it.
             let to = unsafe { AtomicU64::from_ptr(to) };
@@ -118,8 +118,8 @@ fn take_signals() -> io::Result<()> {
     taken.map_err(io::Error::from_raw_os_error)
 }
 
-/// Replaces the page of a store that failed. Of any other one the action from before comes back, and
-/// the store, which is made again when this returns, meets that.
+/// Replaces the page of a store that failed. Of any other one the action from before comes back,
+/// and the store, which is made again when this returns, meets that.
 extern "C" fn on_failure(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
     // SAFETY: the system gives the handler a valid description of the signal.
     let (address, code) = unsafe { ((*info).si_addr() as usize, (*info).si_code) };
@@ -163,8 +163,8 @@ mod tests {
         mapped
     }
 
-    /// A store that fails on a page that is not of a record ends the process as it did before there were
-    /// any.
+    /// A store that fails on a page that is not of a record ends the process as it did before there
+    /// were any.
     #[test]
     fn other_stores_that_fail_end_the_process() {
         const CHILD: &str = "MESHWRIGHT_TEST_STORE";

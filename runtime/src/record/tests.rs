@@ -8,7 +8,7 @@ fn begun(folder: &Path) -> (Record, PathBuf) {
     (record, folder.join("rank-3.record"))
 }
 
-/// What says where a rank is: steps begun, the step, instructions begun and done.
+/// The figures of where a rank is: steps begun, the step, instructions begun and done.
 fn place(path: &Path) -> (u64, u64, u64, u64) {
     let seen = at(path).unwrap().expect("it is a record");
     assert_eq!((seen.rank, &*seen.plan), (Rank(3), "a plan"));
@@ -33,8 +33,8 @@ fn a_record_says_where_the_rank_is() {
     assert_eq!(std::fs::read(&path).unwrap().len(), mapped::LEN);
 }
 
-/// Whichever stores a process came to before it was killed: the rank is where it was before them, or
-/// after.
+/// Whichever stores a process came to before it was killed: the rank is where it was before them,
+/// or after.
 #[test]
 fn a_kill_between_two_stores_leaves_a_place() {
     let folder = tempfile::tempdir().unwrap();

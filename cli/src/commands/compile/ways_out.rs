@@ -2,10 +2,11 @@
 //! and give one.
 //!
 //! The constraints are those that can be relaxed: pins, the memory that stays free, the element
-//! type, batch, sequence and hosts. The conflict is found by a deletion filter (Chinneck & Dravnieks
-//! 1991): one after the other is relaxed far, and stays so if there is still no plan. What is left
-//! is a set of which every member is needed for the conflict. It is one such set; there may be
-//! others. Ways out are single small changes, each of which was planned and proved to fit.
+//! type, batch, sequence and hosts. The conflict is found by a deletion filter (Chinneck &
+//! Dravnieks 1991): one after the other is relaxed far, and stays so if there is still no plan.
+//! What is left is a set of which every member is needed for the conflict. It is one such set;
+//! there may be others. Ways out are single small changes, each of which was planned and proved to
+//! fit.
 //!
 //! Every trial is a search, so no other is begun once the time is used up; the answer says so.
 
@@ -132,8 +133,9 @@ impl Trials<'_> {
         Some(step_s)
     }
 
-    /// The constraints that are needed for there to be no plan, and the others as they were relaxed.
-    /// Nothing where the time does not suffice, or there is none even with all of them relaxed.
+    /// The constraints that are needed for there to be no plan, and the others as they were
+    /// relaxed. Nothing where the time does not suffice, or there is none even with all of them
+    /// relaxed.
     fn conflict(&mut self) -> Option<(Vec<Relaxed>, Vec<Relaxed>)> {
         let all = self.asked.far();
         let mut relaxed: Vec<Relaxed> = Vec::new();

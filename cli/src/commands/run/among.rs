@@ -17,9 +17,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How long processes have to come together, however short `--time-out` is: that is chosen for steps,
-/// and a process that starts reads, lowers and checks the plan first. On a busy machine this took more
-/// than the two seconds that a soak of kills gave it.
+/// How long processes have to come together, however short `--time-out` is: that is chosen for
+/// steps, and a process that starts reads, lowers and checks the plan first. On a busy machine this
+/// took more than the two seconds that a soak of kills gave it.
 const LEAST_TO_JOIN: Duration = Duration::from_secs(20);
 
 /// Which processes have the ranks of a run.
@@ -171,8 +171,8 @@ pub struct Company {
 }
 
 impl Company {
-    /// Ends it after a failure. Says how many processes were killed, or hung and had to be, of how many
-    /// there were; at least one.
+    /// Ends it after a failure. Says how many processes were killed, or hung and had to be, of how
+    /// many there were; at least one.
     pub fn lost(self) -> (usize, usize) {
         let Company {
             children,

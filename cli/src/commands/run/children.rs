@@ -32,8 +32,8 @@ struct Started {
     is_put_down: bool,
 }
 
-/// Kills a process of this program that somebody else has started and a signal has stopped: it cannot
-/// end by itself. Whoever is only not heard can.
+/// Kills a process of this program that somebody else has started and a signal has stopped: it
+/// cannot end by itself. Whoever is only not heard can.
 pub fn put_down_of_others(id: u32) {
     let program = |id: &str| std::fs::read_link(format!("/proc/{id}/exe")).ok();
     let is_ours = program("self").is_some_and(|own| program(&id.to_string()) == Some(own));

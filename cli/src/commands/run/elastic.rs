@@ -1,9 +1,10 @@
-//! `--elastic`: a run that has lost processes plans again for the ranks that are left. It goes on from
-//! the states that these have in memory, where they have all of them, or from its newest checkpoint.
+//! `--elastic`: a run that has lost processes plans again for the ranks that are left. It goes on
+//! from the states that these have in memory, where they have all of them, or from its newest
+//! checkpoint.
 //!
 //! Process 0 becomes another program: the same command with what has changed in a file beside the
-//! run's output. So nothing of the old run is left in it, and the processes that it starts then find
-//! the same file. What becomes of a run whose process 0 is lost is in `keeper` and `journal`.
+//! run's output. So nothing of the old run is left in it, and the processes that it starts then
+//! find the same file. What becomes of a run whose process 0 is lost is in `keeper` and `journal`.
 
 use super::among::Company;
 use super::journal::{self, Part};
@@ -104,8 +105,8 @@ pub struct SoFar {
 }
 
 impl SoFar {
-    /// The newest checkpoint and what it does not have, in words, where the last one could not be written
-    /// to this folder.
+    /// The newest checkpoint and what it does not have, in words, where the last one could not be
+    /// written to this folder.
     pub fn without_last(&self, folder: &Path) -> String {
         let lost = |step: u64| match self.done.saturating_sub(step) {
             0 => "no step is lost".to_string(),
@@ -188,8 +189,8 @@ impl SoFar {
     }
 }
 
-/// The steps that are lost where a run had made so many and goes on from this one, as a sentence behind
-/// others; nothing where there are none.
+/// The steps that are lost where a run had made so many and goes on from this one, as a sentence
+/// behind others; nothing where there are none.
 pub fn steps_lost(done: u64, step: u64) -> String {
     let lost = match done.saturating_sub(step) {
         0 => return String::new(),

@@ -19,8 +19,8 @@ pub fn end_kept(reason: &str) {
 
 /// Says why and ends, at once.
 ///
-/// An end in order would not come: it waits for the thread, and what the driver does at the end of its
-/// process may wait for it, too. So the process becomes another one, which ends. With it go its
+/// An end in order would not come: it waits for the thread, and what the driver does at the end of
+/// its process may wait for it, too. So the process becomes another one, which ends. With it go its
 /// connections, by which the others learn of it.
 pub fn end(reason: &str) {
     let code = Exit::RunFailed as i32;
@@ -34,8 +34,8 @@ pub fn end(reason: &str) {
     std::process::abort()
 }
 
-/// The words of a process that MPI's launcher is about to kill, as another one of its host has ended: it
-/// says whose ranks these were and where, writes that down for `doctor`, and ends.
+/// The words of a process that MPI's launcher is about to kill, as another one of its host has
+/// ended: it says whose ranks these were and where, writes that down for `doctor`, and ends.
 #[cfg(feature = "mpi")]
 pub fn words(
     args: &crate::args::RunArgs,

@@ -56,8 +56,8 @@ impl Drop for Orphan {
 pub struct Launcher(Arc<OnceLock<Ending>>);
 
 impl Launcher {
-    /// Looks from now on whether the launcher that started this process is there; `parent` is the one
-    /// that this process had when it began. Without a launcher nothing is looked for.
+    /// Looks from now on whether the launcher that started this process is there; `parent` is the
+    /// one that this process had when it began. Without a launcher nothing is looked for.
     ///
     /// Interrupts must be heeded by now: its end is one.
     pub fn watch(parent: u32, setting: &Setting, args: &RunArgs) -> Self {
@@ -186,8 +186,8 @@ fn hear(known: &OnceLock<Ending>, interrupts: &Interrupts) {
     interrupt_itself();
 }
 
-/// Interrupts this process. It is never the second interrupt, by which all that is not written would
-/// be lost.
+/// Interrupts this process. It is never the second interrupt, by which all that is not written
+/// would be lost.
 fn interrupt_itself() {
     let _ = kill_process(getpid(), Signal::USR1);
 }

@@ -1,9 +1,9 @@
-//! The records of a run's ranks: where they are, when they stay, and what the run itself says by them when
-//! it fails.
+//! The records of a run's ranks: where they are, when they stay, and what the run itself says by
+//! them when it fails.
 //!
-//! A run has them unasked, in a folder beside its output, as nobody asks for them before a rank hangs or
-//! its process is killed. Such a folder ends no run: where it cannot be written, there are none. It
-//! goes when the run has ended in order.
+//! A run has them unasked, in a folder beside its output, as nobody asks for them before a rank
+//! hangs or its process is killed. Such a folder ends no run: where it cannot be written, there are
+//! none. It goes when the run has ended in order.
 
 use super::among::Company;
 use crate::args::RunArgs;
@@ -48,13 +48,13 @@ pub fn of_ranks(args: &RunArgs, loaded: &Loaded) -> Option<Recording> {
     })
 }
 
-/// The folder that nobody asked for; what is in it goes with [`Unasked::end`]. One that is empty goes
-/// whatever happens, as when the processes did not come together.
+/// The folder that nobody asked for; what is in it goes with [`Unasked::end`]. One that is empty
+/// goes whatever happens, as when the processes did not come together.
 pub struct Unasked(PathBuf);
 
 impl Unasked {
-    /// Makes it for process 0, without what an earlier run left there. Says why not where it cannot be
-    /// made or written to, and has the run go on without.
+    /// Makes it for process 0, without what an earlier run left there. Says why not where it cannot
+    /// be made or written to, and has the run go on without.
     pub fn begin(args: &mut RunArgs, interrupts: &Interrupts) -> Option<Self> {
         let folder = args.record.clone().filter(|_| args.records_by_default)?;
         let made = interrupts.makes(&folder, || {
@@ -72,8 +72,9 @@ impl Unasked {
             }
         }
     }
-    /// Makes it for another process, where process 0 has not, as on a host that shares no folder with it.
-    /// That is to be before the processes have come together: no rank of the run writes by then.
+    /// Makes it for another process, where process 0 has not, as on a host that shares no folder
+    /// with it. That is to be before the processes have come together: no rank of the run writes by
+    /// then.
     pub fn begin_elsewhere(args: &RunArgs, interrupts: &Interrupts) -> Option<Self> {
         let folder = args.record.clone().filter(|_| args.records_by_default)?;
         let is_made = interrupts.makes(&folder, || std::fs::create_dir(&folder).is_ok());
@@ -100,8 +101,9 @@ impl Drop for Unasked {
     }
 }
 
-/// The words of an error that ended the steps, with where the ranks that it names were by their records,
-/// and who waited for them. Writes down beside the records what the run has found, for `doctor`.
+/// The words of an error that ended the steps, with where the ranks that it names were by their
+/// records, and who waited for them. Writes down beside the records what the run has found, for
+/// `doctor`.
 pub fn explained(
     args: &RunArgs,
     loaded: &Loaded,
@@ -123,8 +125,8 @@ pub fn explained(
     words
 }
 
-/// The finding of other processes of the run that this one does not answer; none where they have not
-/// found that. Where its connections broke, this one has found so, too, and knows better.
+/// The finding of other processes of the run that this one does not answer; none where they have
+/// not found that. Where its connections broke, this one has found so, too, and knows better.
 fn without_this(folder: &Path) -> Option<Verdict> {
     let verdict = Verdict::read(folder)?;
     let seen = record::read(folder).ok()?;
@@ -200,8 +202,8 @@ fn forget_absent(doing: &mut Doing, seen: &[Seen]) {
     }
 }
 
-/// The failure of a run whose steps ended with an error, explained by these words, with the way to learn
-/// more.
+/// The failure of a run whose steps ended with an error, explained by these words, with the way to
+/// learn more.
 pub fn failure(args: &RunArgs, error: RuntimeError, words: String) -> Failure {
     let there = args.record.as_ref().filter(|f| record::read(f).is_ok());
     let doctor = there.map(|folder| {
@@ -298,8 +300,8 @@ fn found(
     found
 }
 
-/// Where ranks that were lost or missed had come to, and who waited for them, in words; nothing where no
-/// record says so.
+/// Where ranks that were lost or missed had come to, and who waited for them, in words; nothing
+/// where no record says so.
 fn account(
     loaded: &Loaded,
     (named, found): (Option<Rank>, &BTreeMap<Rank, Fate>),

@@ -5,9 +5,10 @@ use crate::error::RuntimeError;
 use ir::program::StateBuffer;
 use std::collections::{BTreeMap, VecDeque};
 
-/// Reads states in an order that is known: with each one that is not there yet those that come next are
-/// asked for, as many as are [on the way](ON_THE_WAY) at once. So far hosts are not waited for once for
-/// each of them, and no more is in this process' memory, or the largest state where that is more.
+/// Reads states in an order that is known: with each one that is not there yet those that come next
+/// are asked for, as many as are [on the way](ON_THE_WAY) at once. So far hosts are not waited for
+/// once for each of them, and no more is in this process' memory, or the largest state where that
+/// is more.
 pub struct InOrder<'a> {
     session: &'a mut Session,
     places: BTreeMap<String, Vec<(usize, StateBuffer)>>,
@@ -28,8 +29,8 @@ impl Session {
 }
 
 impl InOrder<'_> {
-    /// A state as a full tensor; none if there is no state of this path. One that is out of order is
-    /// asked for by itself.
+    /// A state as a full tensor; none if there is no state of this path. One that is out of order
+    /// is asked for by itself.
     pub fn state(&mut self, path: &str) -> Result<Option<StateTensor>, RuntimeError> {
         if let Some(full) = self.here.remove(path) {
             return Ok(Some(full));

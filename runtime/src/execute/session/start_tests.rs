@@ -42,7 +42,7 @@ struct Counts {
 }
 
 impl Counts {
-    /// What there was since the last time that was asked for: waits, and requests.
+    /// Waits and requests since the last time that was asked for.
     fn take(&self) -> (usize, usize) {
         let take = |count: &AtomicUsize| count.swap(0, Ordering::Relaxed);
         (take(&self.trips), take(&self.requests))
