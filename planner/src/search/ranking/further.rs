@@ -117,16 +117,14 @@ impl Search<'_> {
     pub(super) fn with_gradients(&self, p: &Pipeline, reserve: u64) -> Option<Pipeline> {
         let shapes = self.shapes(p.batch);
         let own: BTreeSet<usize> = shapes_of(&p.choice).collect();
-        let own = own.into_iter().filter_map(|i| shapes.get(i));
+        let mut own = own.into_iter().filter_map(|i| shapes.get(i));
         let splits = |s: &Shape| {
-            let of_axes = s.roles.iter().zip(&s.mesh.axes);
-            let mut others = of_axes.filter(|(role, axis)| {
+            let mut of_axes = s.roles.iter().zip(&s.mesh.axes);
+            of_axes.any(|(role, axis)| {
                 axis.size > 1 && !matches!(role, AxisRole::Data | AxisRole::Replica)
-            });
-            others.next().is_some()
+            })
         };
-        let any = own.map(splits).fold(false, |any, one| any || one);
-        let may_be = any && !self.without_hiding && self.cluster.pool.is_none();
+        let may_be = own.any(splits) && !self.without_hiding && self.cluster.pool.is_none();
         let hiding = Pipeline {
             assumed: Assumed {
                 hidden: GRADIENTS_HIDDEN,
