@@ -231,6 +231,10 @@ impl RuntimeError {
             _ => false,
         }
     }
+    /// True where ranks were lost, or waited too long for each other: then none can go on.
+    pub fn is_loss(&self) -> bool {
+        self.is_watchdog() || matches!(self, RuntimeError::Gone { .. })
+    }
     /// True for the errors of ranks that waited too long for this one.
     pub(crate) fn misses(&self, rank: Rank) -> bool {
         match self {

@@ -224,7 +224,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     };
     // A run that was to end and lost somebody on the way was interrupted all the same.
     let failure_of = |e: RuntimeError, words: String| {
-        let is_loss = e.is_watchdog() || matches!(e, RuntimeError::Gone { .. });
+        let is_loss = e.is_loss();
         let failure = records::failure(args, e, words);
         match is_loss && interrupts.is_asked() && !setting.end_with_one() {
             true => {
@@ -250,8 +250,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
             return Err(failure_of(e, words).help(help));
         }
         (Err((e, words)), _) => {
-            let is_loss = e.is_watchdog() || matches!(e, RuntimeError::Gone { .. });
-            if so_far.done == first && !is_loss {
+            if so_far.done == first && !e.is_loss() {
                 unasked.into_iter().for_each(Unasked::end);
             }
             return Err(failure_of(e, words));

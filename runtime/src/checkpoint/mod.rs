@@ -130,16 +130,11 @@ pub fn save_keeping(
 ) -> Result<PathBuf, RuntimeError> {
     match save_once(kept, folder, session, (plan, model)) {
         // Its files are gone again, and so may be those of older ones that nobody needs.
-        Err(e) if !is_loss(&e) && make_room(folder, kept, &session.whole()) => {
+        Err(e) if !e.is_loss() && make_room(folder, kept, &session.whole()) => {
             save_once(kept, folder, session, (plan, model))
         }
         saved => saved,
     }
-}
-
-/// Whether ranks were lost, so that nothing can be written again.
-fn is_loss(e: &RuntimeError) -> bool {
-    e.is_watchdog() || matches!(e, RuntimeError::Gone { .. })
 }
 
 fn save_once(
