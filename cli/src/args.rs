@@ -757,6 +757,9 @@ pub struct RunArgs {
     /// How often that was.
     #[arg(skip)]
     pub losses: u32,
+    /// When the last loss was, in milliseconds since 1970, while no step has been made since.
+    #[arg(skip)]
+    pub lost_at_ms: Option<u64>,
     /// The name of the run that goes on so.
     #[arg(skip)]
     pub run: Option<String>,

@@ -6,6 +6,7 @@
 mod support;
 
 use runtime::record::Seen;
+use rustix::process::{Pid, Signal, kill_process};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 use support::{Begin, CONFIG, Place, Running, faults, processes_of, said};
@@ -143,6 +144,80 @@ fn a_kill_in_the_first_step_or_a_later_one_is_named_with_the_step() {
             (seen.step..=last).contains(&told),
             "{seen:?}, {last}: {words}"
         );
+    }
+}
+
+/// Parts into which the sweep cuts a step of a rank by its instructions.
+const PARTS: u64 = 20;
+
+/// Every rank of two stages of two, in every part of its step: those that are left name it, with the
+/// step and the place, all end, and nobody is left.
+#[test]
+fn a_kill_of_any_rank_in_any_part_of_a_step_is_named() {
+    if std::env::var("RUN_SLOW_TESTS").is_err() {
+        eprintln!("skipped: RUN_SLOW_TESTS is not set");
+        return;
+    }
+    let place = Place::new();
+    let larger = CONFIG
+        .replace("\"n_embd\": 16", "\"n_embd\": 64")
+        .replace("\"n_positions\": 16", "\"n_positions\": 64");
+    place.write("config.json", larger);
+    let compile = ["compile", "config.json", "--cluster", "cpu-default"];
+    let pins = ["--ranks", "4", "--pin", "data=2", "--pin", "pipeline=2"];
+    let more = ["--pin", "zero=1", "--global-batch", "8"];
+    place.run(&[&compile[..], &pins, &more].concat()).expect(0);
+    let args = ["--steps", "100000000", "--processes=4", "-o", "run.json"];
+    for rank in 0..4 {
+        // The instructions of its step, as far as they have been seen.
+        let mut most = 1;
+        let mut parts = std::collections::BTreeSet::new();
+        for part in 0..PARTS {
+            let run = command(&place, &args).begin().unwrap();
+            let first = run.id();
+            let since = Instant::now();
+            let seen = loop {
+                let found = at(&place, rank).filter(|s| s.plays > 0);
+                // Records of the round before are there until the run begins.
+                let found = found.filter(|s| processes_of(&place, "run.json").contains(&s.pid));
+                let Some(seen) = found else {
+                    assert!(since.elapsed() < PATIENCE, "no record of rank {rank}");
+                    continue;
+                };
+                break seen;
+            };
+            let victim = seen.pid;
+            let since = Instant::now();
+            while let Some(seen) = at(&place, rank) {
+                most = most.max(seen.begun);
+                // In a part of few instructions it may never be seen.
+                let is_there = seen.step > 2 && PARTS * seen.begun / most == part;
+                if is_there || since.elapsed() > Duration::from_secs(2) {
+                    break;
+                }
+            }
+            // At once: a program that sends it takes longer than an instruction.
+            let of = Pid::from_raw(victim.cast_signed()).unwrap();
+            kill_process(of, Signal::KILL).unwrap();
+            let since = Instant::now();
+            let output = run.wait_with_output().unwrap();
+            nobody_is_left(&place);
+            let took = since.elapsed();
+            let words = support::flat(&said(&output));
+            assert!(took < Duration::from_secs(10), "{took:?}: {words}");
+            match victim == first {
+                true => assert_eq!(output.status.code(), None, "{words}"),
+                false => assert_eq!(output.status.code(), Some(6), "{words}"),
+            }
+            let lost = format!("rank{rank} is lost: process {rank} (pid {victim} on ");
+            assert!(words.contains(&lost), "{rank} in part {part}: {words}");
+            let last = at(&place, rank).unwrap();
+            let step = format!("rank{rank}, in step {}, ", last.step);
+            assert!(words.contains(&step), "{rank} in part {part}: {words}");
+            parts.insert(PARTS * last.begun / most.max(last.begun));
+        }
+        // Some parts are over before they are seen.
+        assert!(parts.len() > 8, "rank {rank} was killed in {parts:?}");
     }
 }
 

@@ -1023,6 +1023,13 @@ fn a_rank_that_hangs_is_found_by_its_record() {
         "{}",
         words.out
     );
+    // The call that the others wait in is named by its number, unless it hangs in one itself.
+    let owes = &hung["ranks"][3]["owes"];
+    let owed = format!(
+        "rank3 never came to call {} of step {}, which is instruction {} of its {}: ",
+        owes["call"], owes["step"], owes["instruction"], owes["of"]
+    );
+    assert!(owes.is_null() || lines.contains(&owed), "{owes}: {lines}");
     // The run ends by itself and names the rank, though it cannot end its process by asking.
     let output = child.wait_with_output().unwrap();
     let words = said(&output);
@@ -1252,6 +1259,8 @@ fn a_run_that_ends_well_leaves_no_records() {
     assert_eq!(output.status.code(), Some(0), "{words}");
     assert!(words.contains("lost: rank2 is lost"), "{words}");
     assert!(words.contains("rank2, in step "), "{words}");
+    let held_up = "note: the loss has held the run up for ";
+    assert_eq!(words.matches(held_up).count(), 1, "{words}");
     let aside = "run.records/before-loss-1, until the run is done (--record DIR keeps them)";
     assert!(words.contains(aside), "{words}");
     assert!(!place.exists("run.records"), "{words}");

@@ -481,6 +481,23 @@ pub enum Doing {
     },
 }
 
+/// A call that a rank had not come to and in which others waited for it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Owed {
+    /// The instruction of the rank and the call.
+    pub what: String,
+    /// The step that it is of, counted from 0.
+    pub step: u64,
+    /// Its number among the calls of the rank's step, from 1.
+    pub call: u64,
+    /// Its number among the instructions of the rank's step, from 1.
+    pub instruction: u64,
+    /// How many instructions the rank's step has.
+    pub of: u64,
+    /// How many of them the rank had begun.
+    pub begun: u64,
+}
+
 /// The result of holding records against their program.
 #[derive(Clone, Debug)]
 pub struct Diagnosis {
@@ -488,13 +505,15 @@ pub struct Diagnosis {
     pub ranks: BTreeMap<Rank, Doing>,
     /// Those for whom others waited and who waited for nobody themselves.
     pub culprits: BTreeSet<Rank>,
+    /// The first call that each of those had not come to, where records say so.
+    pub owed: BTreeMap<Rank, Owed>,
 }
 
 /// Holds what was seen of the ranks of a run against its program.
 ///
 /// Fails when the records are not of this program.
 pub fn diagnose(program: &Program, seen: &[Seen]) -> Result<Diagnosis, RuntimeError> {
-    let mut positions: BTreeMap<Rank, Position> = BTreeMap::new();
+    let mut positions: BTreeMap<Rank, Position<'_>> = BTreeMap::new();
     for s in seen {
         positions.insert(s.rank, position::of(program, s)?);
     }
@@ -510,6 +529,11 @@ pub fn diagnose(program: &Program, seen: &[Seen]) -> Result<Diagnosis, RuntimeEr
         _ => &[],
     });
     let waits = |rank: &&Rank| matches!(ranks.get(rank), Some(Doing::Waiting { .. }));
-    let culprits = awaited.filter(|r| !waits(r)).copied().collect();
-    Ok(Diagnosis { ranks, culprits })
+    let culprits: BTreeSet<Rank> = awaited.filter(|r| !waits(r)).copied().collect();
+    let owed = |rank: &Rank| Some((*rank, positions.get(rank)?.owed(&positions)?));
+    Ok(Diagnosis {
+        owed: culprits.iter().filter_map(owed).collect(),
+        ranks,
+        culprits,
+    })
 }

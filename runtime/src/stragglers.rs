@@ -5,8 +5,10 @@
 //! none works longer. So it is where something else keeps the processors busy, in pieces too short to
 //! show in the work of most steps: then ranks stand in line for a processor longer, which the system
 //! tells apart. Medians over a window of steps are compared, so that a hiccup is none, a window lasts
-//! for a while where steps are short, and a verdict needs two windows in a row. That all are slow
-//! alike is nobody's fault and says nothing.
+//! for a while where steps are short, and a verdict needs two windows in a row. Steps that are shorter
+//! than a tenth of a second are averaged over about that long first: a processor that is taken away
+//! for a part of every such period holds up only some of them, and is slow all the same. That all are
+//! slow alike is nobody's fault and says nothing.
 
 use ir::Rank;
 use serde::{Deserialize, Serialize};
@@ -17,6 +19,9 @@ const WINDOW: usize = 20;
 const WINDOW_S: f64 = 1.0;
 /// The most that are, however short they are.
 const LONGEST_WINDOW: usize = 10_000;
+/// Seconds over which short steps are averaged before medians are taken: the period in which the
+/// system gives control groups their share of a processor (`cpu.max`).
+const PERIOD_S: f64 = 0.1;
 /// Windows at the beginning that say nothing: caches are cold, and memory is touched for the first
 /// time.
 const WARM_UP: usize = 1;
@@ -128,14 +133,19 @@ impl Stragglers {
         if n < WINDOW || self.seconds < WINDOW_S && n < LONGEST_WINDOW {
             return Vec::new();
         }
-        self.seconds = 0.0;
+        let seconds = std::mem::take(&mut self.seconds);
         let steps = std::mem::take(&mut self.steps);
         self.windows += 1;
         if self.windows <= WARM_UP {
             return Vec::new();
         }
+        // Parts of as many steps each, so that a burst of other work does not become many of them.
+        let part = (n as f64 * PERIOD_S / seconds).ceil().clamp(1.0, n as f64) as usize;
         let of = |rank: usize, figure: fn(&Spent) -> f64| {
-            median(steps.iter().map(|s| figure(&s[rank])).collect())
+            let mean = |part: &[Vec<Spent>]| {
+                part.iter().map(|s| figure(&s[rank])).sum::<f64>() / part.len() as f64
+            };
+            median(steps.chunks_exact(part).map(mean).collect())
         };
         let now: Vec<Spent> = (0..self.ranks.len())
             .map(|r| Spent {
@@ -436,6 +446,43 @@ mod tests {
             }]
         );
         assert!(busy, "{seen:?}");
+    }
+
+    /// A processor that is there for three milliseconds of seven, or for half of each period of its
+    /// control group, is slow also where most steps are shorter than what it is there for.
+    #[test]
+    fn a_processor_that_is_taken_away_between_short_steps_is_slow() {
+        for (on_s, off_s) in [(0.003, 0.004), (0.05, 0.05)] {
+            let mut of = Stragglers::new((0..2).map(|r| (Rank(r), 0)));
+            let (work_s, wait_s) = (0.001, 0.0002);
+            let (mut now, mut seen) = (0.0_f64, Vec::new());
+            for step in 0..20_000 {
+                let late = match (5_000..15_000).contains(&step) {
+                    // Whether it is taken away before the work is done.
+                    true if now % (on_s + off_s) + work_s > on_s => off_s,
+                    _ => 0.0,
+                };
+                now += work_s + late + wait_s;
+                let spent = [0, 1].map(|r| Spent {
+                    work_s: if r == 1 { work_s + late } else { work_s },
+                    wait_s: if r == 1 { wait_s } else { wait_s + late },
+                    in_line_s: 0.0,
+                });
+                seen.extend(of.step(&spent));
+            }
+            let is_told = matches!(
+                seen[..],
+                [
+                    Finding::SlowRank {
+                        rank: Rank(1),
+                        is_host_busy: false,
+                        ..
+                    },
+                    Finding::Recovered(Rank(1))
+                ]
+            );
+            assert!(is_told, "{on_s} s of {}: {seen:?}", on_s + off_s);
+        }
     }
 
     /// A burst of other work is over in less than a window of short steps.

@@ -208,17 +208,22 @@ fn words(case: &Case<'_>) -> String {
     let (of, processes) = (case.of, case.processes);
     let mut lines: Vec<String> = case.verdict.map(finding).into_iter().collect();
     match case.tells {
-        Tells::Run => lines.extend(is_awaited(of).then(|| {
-            format!(
-                "{} kept the others waiting.",
-                names(of.culprits.iter().copied())
-            )
-        })),
+        Tells::Run => {
+            let awaited = is_awaited(of).then(|| {
+                format!(
+                    "{} kept the others waiting.",
+                    names(of.culprits.iter().copied())
+                )
+            });
+            lines.extend(awaited);
+            lines.extend(owed(case));
+        }
         Tells::Records => {
             let ended = ended_within(case);
             let is_waited = n_waiting(of) > 0;
             lines.extend(of_ended(&ended));
             lines.extend((ended.is_empty() || is_waited).then(|| accusation(of)));
+            lines.extend(owed(case));
         }
         Tells::Nobody => {
             // Those with a finding of the run ended because of it.
@@ -293,6 +298,20 @@ fn accusation(of: &Diagnosis) -> String {
     }
 }
 
+/// The call that each rank that is to blame had not come to, and how far it was.
+fn owed(case: &Case<'_>) -> Vec<String> {
+    let of = |rank: &Rank| {
+        let owed = case.of.owed.get(rank)?;
+        let of = in_words(case.loaded, *rank, &owed.what);
+        Some(format!(
+            "{rank} never came to call {} of step {}, which is instruction {} of its {}: {of}. It had \
+             begun {} of them.",
+            owed.call, owed.step, owed.instruction, owed.of, owed.begun
+        ))
+    };
+    case.of.culprits.iter().filter_map(of).collect()
+}
+
 /// All that records say of a run that is over, without accusing anybody.
 fn undecided(of: &Diagnosis, is_within: bool) -> String {
     let unknown = "the records do not tell who held it up";
@@ -328,6 +347,7 @@ fn print_json(case: &Case<'_>) -> Result<(), Failure> {
             "step": seen.filter(|s| s.plays > 0).map(|s| s.step),
             "what": what,
             "waits_for": missing,
+            "owes": of.owed.get(rank).filter(|_| case.tells != Tells::Nobody),
             "pid": process.map(|p| p.pid),
             "host": process.map(|p| &p.host),
             "process": process.map(|p| p.state),

@@ -1154,6 +1154,7 @@ fn train_all(
     let unit = report::plan::unit(plan);
     let mut watch = Watch::open(args, &described, unit)?;
     let mut leaps = Leaps::default();
+    let mut is_first = true;
     let bar = ProgressBar::new(args.steps);
     if let Ok(style) = ProgressStyle::with_template("{bar:30} {pos}/{len} {msg} ({eta} left)") {
         bar.set_style(style);
@@ -1168,6 +1169,10 @@ fn train_all(
             let seconds = measured.seconds;
             let tokens_per_s = rates.tokens / seconds;
             so_far.done = measured.step + 1;
+            if let (true, Some(words)) = (is_first, elastic::held_up(args, measured.step)) {
+                bar.suspend(|| crate::say(format_args!("{words}")));
+            }
+            is_first = false;
             bar.inc(1);
             bar.set_message(format!(
                 "loss {:.4}, {} {unit}/s, MFU {}",

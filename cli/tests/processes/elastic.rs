@@ -122,6 +122,8 @@ fn an_elastic_run_outlives_process_0() {
         words.contains("The ranks that were left had all states in memory: no step is lost"),
         "{words}"
     );
+    let held_up = "note: the loss has held the run up for ";
+    assert_eq!(words.matches(held_up).count(), 1, "{words}");
     let plans = ["Before: data=2 tensor=1 ", "Now: data=1 tensor=1 "];
     for plan in plans {
         assert!(words.contains(plan), "{words}");

@@ -94,10 +94,45 @@ fn whoever_stops_is_found_wherever_it_stops() {
             let works = matches!(diagnosis.ranks[&Rank(3)], Doing::Working(_));
             assert!(works, "at {stop}: {diagnosis:?}");
             assert_eq!(diagnosis.culprits, BTreeSet::from([Rank(3)]), "at {stop}");
+            // The call that it owes is the next one of those that others are in, and they are those
+            // who wait for it.
+            let owed = &diagnosis.owed[&Rank(3)];
+            assert_eq!(
+                (owed.step, owed.of, owed.begun),
+                (0, len, stop),
+                "at {stop}"
+            );
+            assert!((stop + 1..=len).contains(&owed.instruction), "{owed:?}");
+            let call = calls_before(&program, owed.instruction);
+            assert_eq!(owed.call, call + 1, "at {stop}: {owed:?}");
+            let mut on = all.clone();
+            play_on(&program, &mut on, lens, owed.instruction);
+            let moved = (0..3).any(|r| on[r].done > all[r].done);
+            assert!(moved, "at {stop}: {owed:?} lets nobody go on");
+            let mut short = all.clone();
+            play_on(&program, &mut short, lens, owed.instruction - 1);
+            let moved = (0..3).any(|r| waiting(r as u32) && short[r].done > all[r].done);
+            assert!(!moved, "at {stop}: somebody goes on before {owed:?}");
             n_found += 1;
         }
     }
     assert!(n_found > len / 2, "{n_found} of {len}");
+}
+
+/// Calls of rank 3 before an instruction of its script, counted by the kinds of instructions.
+fn calls_before(program: &Program, instruction: u64) -> u64 {
+    let role = &program.roles[1];
+    let script = Scripts::new(program, 1).unwrap().of(true);
+    let steps = script.slots.iter().flatten();
+    let before = steps.take(instruction as usize - 1);
+    let is_call = |s: &&super::script::Step| {
+        let kind = &role.template(s.template).instructions[s.instruction].kind;
+        matches!(
+            kind,
+            InstrKind::Collective { .. } | InstrKind::Exchange { .. } | InstrKind::WorldSum { .. }
+        )
+    };
+    before.filter(is_call).count() as u64
 }
 
 #[test]
@@ -123,6 +158,9 @@ fn ranks_that_are_steps_apart_are_told_apart() {
     assert_eq!(diagnosis.ranks[&Rank(1)], Doing::Between);
     assert_eq!(diagnosis.ranks[&Rank(2)], Doing::Nothing);
     assert_eq!(diagnosis.culprits, BTreeSet::from([Rank(1)]));
+    // It has not begun the step in which it is awaited.
+    let owed = &diagnosis.owed[&Rank(1)];
+    assert_eq!((owed.begun, owed.instruction, owed.of), (0, at + 1, n));
     // Of another plan.
     assert!(diagnose(&program, &[seen(9, 1, 0, 0)]).is_err());
     assert!(diagnose(&program, &[seen(0, 1, n + 1, 0)]).is_err());

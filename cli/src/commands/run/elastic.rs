@@ -25,7 +25,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 /// All that is otherwise than on the command line.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -43,6 +43,8 @@ pub struct Continued {
     pub processes: usize,
     /// How often ranks were lost.
     pub losses: u32,
+    /// When the last one was, in milliseconds since 1970; none where nobody knows.
+    pub lost_at_ms: Option<u64>,
     /// The name of the run.
     pub run: Option<String>,
 }
@@ -61,6 +63,7 @@ pub fn continued(args: &RunArgs) -> Result<RunArgs, Failure> {
     args.resume = c.resume.or(args.resume);
     args.processes = args.processes.map(|_| c.processes);
     args.losses = c.losses;
+    args.lost_at_ms = c.lost_at_ms;
     args.run = c.run;
     Ok(args)
 }
@@ -202,6 +205,21 @@ pub fn steps_lost(done: u64, step: u64) -> String {
     )
 }
 
+/// Milliseconds since 1970.
+fn now_ms() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    now.map_or(0, |t| t.as_millis() as u64)
+}
+
+/// The time that a loss has held a run up until the step that was just made, in words; none where
+/// nobody knows when it was.
+pub fn held_up(args: &RunArgs, step: u64) -> Option<String> {
+    let seconds = now_ms().checked_sub(args.lost_at_ms?)? as f64 / 1e3;
+    Some(format!(
+        "note: the loss has held the run up for {seconds:.1} s, until step {step} was made"
+    ))
+}
+
 /// The degrees of a plan, and what it was predicted to take.
 pub fn described(loaded: &Loaded) -> String {
     let degrees = Degrees::of(&loaded.plan, &loaded.training);
@@ -254,7 +272,7 @@ fn prepared(
     company: Company,
     (lost, from): (&str, SoFar),
 ) -> Result<Command, Failure> {
-    let began = Instant::now();
+    let (began, lost_at_ms) = (Instant::now(), now_ms());
     crate::say(format_args!("lost: {lost}"));
     let (gone, of) = company.lost();
     let n_ranks = left::ranks_of(loaded);
@@ -263,6 +281,7 @@ fn prepared(
     let new = left::plan_for(left.max(1), loaded)?;
     let searched = began.elapsed().as_secs_f64();
     let n_new = left::ranks_of(&new);
+    let since = args.lost_at_ms.filter(|_| from.done <= from.first);
     let last = from.first + args.steps;
     let (resume, step, source) = from.source(args);
     let losses = args.losses + 1;
@@ -277,6 +296,8 @@ fn prepared(
         resume,
         processes: (of - gone.min(of - 1)).min(n_new),
         losses,
+        // Counted from the first loss where no step was made since.
+        lost_at_ms: Some(since.unwrap_or(lost_at_ms)),
         run: args.run.clone(),
     };
     journal::change(args, |journal| {

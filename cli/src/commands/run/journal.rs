@@ -311,6 +311,8 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
     // Ranks may have left what they had in memory, of a later step than the newest checkpoint is.
     let kept = usize::from(args.checkpoints_kept);
     let salvaged = runtime::checkpoint::salvage(folder, kept, &journal.run);
+    // A run that was asked to end, and did, has lost nothing.
+    let lost_at_ms = last_seen(args).filter(|_| processes < before.processes || args.after_loss);
     let (newest, damaged) = journal.newest(folder, salvaged.as_ref());
     let step = newest.as_ref().map_or(journal.first, |(_, step)| *step);
     let began = Instant::now();
@@ -362,6 +364,7 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
         resume: newest.as_ref().map(|(path, _)| path.clone()),
         processes: journal.planned.processes,
         losses: journal.losses,
+        lost_at_ms,
         run: Some(journal.run.clone()),
     };
     let damaged: String = (damaged.iter())
@@ -423,6 +426,12 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
     let e = elastic::again(args, &continued)?.exec();
     let what = format!("the run could not go on: {e}");
     Err(Failure::new(Exit::RunFailed, what))
+}
+
+/// When a rank of the run's last part last wrote where it was, in milliseconds since 1970.
+fn last_seen(args: &RunArgs) -> Option<u64> {
+    let seen = record::read(args.record.as_deref()?).ok()?;
+    seen.iter().map(|s| s.at_ms).max()
 }
 
 /// How many steps all ranks of the run's last part had made, by the records that they left; none where

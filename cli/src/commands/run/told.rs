@@ -54,6 +54,7 @@ pub fn tell(args: &RunArgs, setting: &Setting) -> Result<Option<Told>, Failure> 
         resume: args.resume.clone(),
         processes: args.processes.unwrap_or(1),
         losses: args.losses,
+        lost_at_ms: args.lost_at_ms,
         run: args.run.clone(),
     };
     outputs::write_atomic(&path, document::to_json(&told)?.as_bytes())?;
