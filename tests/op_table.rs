@@ -824,6 +824,7 @@ fn kernels() {
             .map(|(local, d)| Operand {
                 local,
                 data: &d[..local.bytes()],
+                is_in_result: false,
             })
             .collect();
         let mut outputs: Vec<Output<'_>> = results

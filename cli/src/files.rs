@@ -134,6 +134,9 @@ pub fn fingerprint(bytes: &[u8]) -> String {
 /// passed over not counted.
 const LOOKED_AT: usize = 256;
 
+/// The most bytes of them that are read.
+const READ: u64 = 1 << 30;
+
 /// The document (`.json`) in `folder` that has this fingerprint; none where it is not seen.
 pub fn with_fingerprint(folder: &Path, wanted: &str) -> Option<PathBuf> {
     let entries = std::fs::read_dir(folder).ok()?.flatten();
@@ -144,8 +147,13 @@ pub fn with_fingerprint(folder: &Path, wanted: &str) -> Option<PathBuf> {
     let mut paths: Vec<PathBuf> = entries.map(|e| e.path()).filter(is_document).collect();
     paths.sort();
     paths.truncate(LOOKED_AT);
+    let mut read = 0;
+    let small = paths.into_iter().take_while(|path| {
+        read += path.metadata().map_or(0, |m| m.len());
+        read <= READ
+    });
     let has = |path: &PathBuf| std::fs::read(path).is_ok_and(|b| fingerprint(&b) == wanted);
-    paths.into_iter().find(has)
+    small.into_iter().find(has)
 }
 
 /// Who else than this user and the administrator can write to a folder, in words; none where nobody

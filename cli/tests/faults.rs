@@ -459,14 +459,29 @@ fn old_checkpoints_make_room_for_new_ones() {
             -o run.json
         echo "code $?"
         ls state
+        # Begun again beside these.
+        "$1" run plan.json --data text.txt --steps 18 --checkpoint state --checkpoint-every 5 \
+            -o run.json
+        echo "code $?"
+        ls state
     "#;
     let output = with_mounts(&place, script);
     let (out, err) = (String::from_utf8_lossy(&output.stdout), said(&output));
-    assert_eq!(out.matches("code 0").count(), 2, "{out}{err}");
+    assert_eq!(out.matches("code 0").count(), 3, "{out}{err}");
     assert!(err.contains("No space left on device"), "{err}");
-    let (first, second) = out.split_at(out.rfind("code 0").unwrap());
-    assert!(first.contains("-step-20\n"), "{out}{err}");
-    assert!(second.contains("-step-21\n"), "{out}{err}");
+    let left: Vec<&str> = out.split("code 0").skip(1).collect();
+    let ends = ["-step-20\n", "-step-21\n", "-step-18\n"];
+    for (left, end) in left.into_iter().zip(ends) {
+        assert!(left.contains(end), "{out}{err}");
+    }
+    let err = support::flat(&err);
+    let further = "state has a checkpoint of step 21, and this run begins at step 0.";
+    assert!(err.contains(further), "{err}");
+    assert_eq!(
+        err.matches("Checkpoints of later steps").count(),
+        1,
+        "{err}"
+    );
 }
 
 /// Runs that go on from the folder of one that goes on, and write to it too.

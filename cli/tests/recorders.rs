@@ -67,7 +67,9 @@ fn doctor_says_where_the_ranks_of_a_killed_process_were() {
         for rank in ranks {
             assert_eq!(rank["pid"], pid, "{json}");
             assert_eq!(rank["process"], "gone", "{json}");
-            assert!(rank["step"].as_u64().unwrap() >= 5, "{json}");
+            // Rank 0 had begun so many steps; the others may still be in the one before.
+            let least = 4 + 7 * round;
+            assert!(rank["step"].as_u64().unwrap() >= least, "{json}");
         }
         // Nobody is accused of what befell all.
         assert_eq!(json["culprits"], serde_json::json!([]), "{json}");

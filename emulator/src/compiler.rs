@@ -71,13 +71,17 @@ fn own_folder(folder: &Path) -> std::io::Result<()> {
     let found = std::fs::symlink_metadata(folder)?;
     // SAFETY: it asks for a number.
     let user = unsafe { libc::geteuid() };
-    let is_ours = found.is_dir() && found.uid() == user && found.mode() & 0o022 == 0;
-    match is_ours {
-        true => Ok(()),
-        false => Err(std::io::Error::other(
-            "others can write to it; remove it, or name another folder in MESHWRIGHT_EMULATOR_CACHE",
-        )),
-    }
+    let problem = match found.mode() & 0o022 {
+        _ if !found.is_dir() => "it is no folder, or a link to one",
+        _ if found.uid() != user => "another user owns it",
+        0 => return Ok(()),
+        _ => "others can write to it (chmod go-w)",
+    };
+    let what = "what lies there is loaded as code";
+    let help = "remove it, or name another folder in MESHWRIGHT_EMULATOR_CACHE";
+    Err(std::io::Error::other(format!(
+        "{problem}, and {what}: {help}"
+    )))
 }
 
 fn run_compiler(file: &Path, made: &Path, options: &[String]) -> Result<(), String> {

@@ -21,6 +21,8 @@ import ray
 STARTS = 3
 # The exit code of a run that was asked to end, and has written its state.
 INTERRUPTED = 130
+# The exit code of a run that has failed, as when it lost a process.
+FAILED = 6
 
 
 @ray.remote(num_cpus=1)
@@ -55,12 +57,13 @@ def main() -> int:
         token = secrets.token_hex(32)
         codes = ray.get([p.run.remote(i, world, address, port, token, args + more)
                          for i, p in enumerate(processes)])
-        # A process that a signal has ended has a negative code.
-        if all(code == 0 for code in codes):
-            return 0
+        # A process that a signal has ended has a negative code. Any other error would come again.
+        others = [code for code in codes if code >= 0 and code not in (0, FAILED, INTERRUPTED)]
+        if others:
+            return others[0]
         if all(code in (0, INTERRUPTED) for code in codes):
-            return INTERRUPTED
-    return 1
+            return max(codes)
+    return FAILED
 
 
 if __name__ == "__main__":

@@ -235,6 +235,28 @@ impl RuntimeError {
     pub fn is_loss(&self) -> bool {
         self.is_watchdog() || matches!(self, RuntimeError::Gone { .. })
     }
+    /// True for the errors of writing or reading files, wherever that was.
+    pub(crate) fn is_of_files(&self) -> bool {
+        match self {
+            RuntimeError::Checkpoint { .. } => true,
+            RuntimeError::Instruction { source, .. } => source.is_of_files(),
+            _ => false,
+        }
+    }
+    /// True for the errors that ranks find at work, and for those of ranks that are lost, in contrast
+    /// to what a run is refused for.
+    pub fn is_of_work(&self) -> bool {
+        match self {
+            RuntimeError::Instruction { .. }
+            | RuntimeError::Panic { .. }
+            | RuntimeError::Mismatch { .. }
+            | RuntimeError::Aborted { .. }
+            | RuntimeError::Device { .. }
+            | RuntimeError::Diverged { .. }
+            | RuntimeError::Replicas { .. } => true,
+            e => e.is_loss(),
+        }
+    }
     /// True for the errors of ranks that waited too long for this one.
     pub(crate) fn misses(&self, rank: Rank) -> bool {
         match self {

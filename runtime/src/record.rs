@@ -183,6 +183,17 @@ fn check(words: &[u64]) -> u64 {
     })
 }
 
+/// Tries to begin a record in a folder, which goes again.
+///
+/// Fails with the reason why there can be none, as where its file system maps no files into memory.
+pub fn can_begin(folder: &Path) -> Result<(), RuntimeError> {
+    // No rank has that number.
+    let rank = Rank(u32::MAX);
+    let begun = Record::create(folder, "", rank).map(drop);
+    let _ = std::fs::remove_file(file(folder, rank));
+    begun
+}
+
 fn file(folder: &Path, rank: Rank) -> PathBuf {
     folder.join(format!("rank-{}.{ENDING}", rank.0))
 }

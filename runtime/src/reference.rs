@@ -416,7 +416,11 @@ impl Machine<'_> {
                             op.path
                         ))
                     })?;
-                    operands.push(Operand { local, data });
+                    operands.push(Operand {
+                        local,
+                        data,
+                        is_in_result: false,
+                    });
                 }
                 let mut outputs: Vec<Output<'_>> = locals
                     .iter()

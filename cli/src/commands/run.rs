@@ -250,7 +250,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
             return Err(failure_of(e, words).help(help));
         }
         (Err((e, words)), _) => {
-            if so_far.done == first && !e.is_loss() {
+            if so_far.done == first && !e.is_of_work() {
                 unasked.into_iter().for_each(Unasked::end);
             }
             return Err(failure_of(e, words));
@@ -461,7 +461,9 @@ fn serve(
         // Process 0 says so. Whoever starts processes again has to see it in each of them, but some
         // launchers end all when one ends like that: process 0 has its words first.
         Ok(true) if !setting.end_with_one() => {
-            std::thread::sleep(TO_SPEAK);
+            if let Setting::Launched(_) = setting {
+                std::thread::sleep(TO_SPEAK);
+            }
             std::process::exit(Exit::Interrupted as i32)
         }
         Ok(_) => Ok(()),
@@ -647,19 +649,20 @@ fn of_gpus(
     all
 }
 
-/// Warns where the run is to write checkpoints beside those of a run that came further.
+/// Warns where the run is to write checkpoints beside those of a run that came further, and goes on
+/// from none: where it does, it has been said from which and why.
 fn warn_of_further(args: &RunArgs, first: u64) {
-    let Some(folder) = &args.checkpoint else {
+    let goes_on = args.resume.is_some() || args.continued.is_some();
+    let Some(folder) = args.checkpoint.as_ref().filter(|_| !goes_on) else {
         return;
     };
     let all = runtime::checkpoint::numbered(folder).into_iter();
-    let furthest = all
-        .filter_map(|(_, path)| runtime::checkpoint::step_of(&path))
-        .max();
-    if let Some(step) = furthest.filter(|&step| step > first) {
-        let folder = folder.display();
+    let steps = all.filter_map(|(_, path)| Some((runtime::checkpoint::step_of(&path)?, path)));
+    if let Some((step, path)) = steps.max().filter(|(step, _)| *step > first) {
         crate::say(format_args!(
-            "warning: {folder} has a checkpoint of step {step}, and this run begins at step {first}. Checkpoints of later steps stay until this run has come as far. To go on from the newest one give --resume {folder}, or --elastic."
+            "warning: {} has a checkpoint of step {step}, and this run begins at step {first}. Checkpoints of later steps stay until this run has come as far, or the disk is full. To go on from that one give --resume {}.",
+            folder.display(),
+            path.display()
         ));
     }
 }

@@ -126,6 +126,8 @@ enum Outcome {
 /// A pipeline that fits, with the bytes that were left for placing its buffers.
 struct Ranked {
     step_s: f64,
+    /// The step by the objective, without anything assumed to hide.
+    objective_s: f64,
     pipeline: Pipeline,
     reserve: u64,
     /// Its strategies, and what is proved about the stages.
@@ -137,6 +139,8 @@ struct Simulated {
     best: Frontier<Taken>,
     /// Those that fit, the fastest first.
     ranked: Vec<Ranked>,
+    /// Those that others are not held against for a while.
+    aside: Vec<Ranked>,
     /// The fewest bytes by which one of the others exceeds the budget.
     overrun: u64,
     /// The fastest before layers were made alike: its seconds, the pipeline, and the bytes that
@@ -225,6 +229,7 @@ impl Search<'_> {
         let mut simulated = Simulated {
             best: Frontier::new(known.tolerance),
             ranked: Vec::new(),
+            aside: Vec::new(),
             overrun: u64::MAX,
             champion: None,
         };
@@ -498,15 +503,21 @@ impl Search<'_> {
                         // Where little moves, assuming that it hides changes nothing. What was
                         // chosen without that has a proof, so it is the one that stays.
                         let is_known = |r: &Ranked| decided(&r.plan) == decided(&played.plan);
-                        if p.assumed.hides() && simulated.ranked.iter().any(is_known) {
+                        let mut all = simulated.ranked.iter().chain(&simulated.aside);
+                        if p.assumed.hides() && all.any(is_known) {
                             continue;
                         }
                         simulated.ranked.retain(|r| !is_known(r));
+                        simulated.aside.retain(|r| !is_known(r));
                         let is_taken = |t: &Taken| decided(&t.played.plan) == decided(&played.plan);
                         simulated.best.drop_any(is_taken);
                         simulated.see(played.simulation.step_time.0, &p, reserve);
+                        // It was chosen for less than its strategies cost.
+                        let cost = (p.assumed.hides()).then(|| self.cost(&p, &played.times));
+                        let full = cost.as_ref().unwrap_or(&p.choice.cost);
                         simulated.ranked.push(Ranked {
                             step_s: played.simulation.step_time.0,
+                            objective_s: full.total_s,
                             pipeline: p.clone(),
                             reserve,
                             plan: (*played.plan).clone(),
@@ -521,11 +532,9 @@ impl Search<'_> {
                         };
                         let roomier = lacks.and_then(|lacks| self.smaller(&p, reserve, lacks));
                         waiting.extend(roomier.map(|(p, reserve)| (p, reserve, times + 1)));
-                        // It was chosen for less than its strategies cost.
-                        if p.assumed.hides() {
-                            p.choice.cost = self.cost(&p, &played.times);
-                        } else {
-                            shares.add(&p, played.simulation.step_time.0);
+                        match cost {
+                            Some(cost) => p.choice.cost = cost,
+                            None => shares.add(&p, played.simulation.step_time.0),
                         }
                         let best = &mut simulated.best;
                         self.compare(best, played, &p, reserve, known, stats);

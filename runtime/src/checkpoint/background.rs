@@ -131,7 +131,7 @@ impl Background {
                 } = *begun;
                 drop(unfinished);
                 // The next one is to have room.
-                make_room(&folder, kept, &whole);
+                make_room(&folder, kept, &whole, &e);
                 Some(Ended { step, path: Err(e) })
             }
             Ok(shards) => {
@@ -152,6 +152,11 @@ impl Begun {
             origin,
             whole,
         } = self;
-        commit(&folder, (kept, &whole), &unfinished, origin, shards)
+        let committed = commit(&folder, (kept, &whole), &unfinished, origin, shards);
+        if let Err(e) = &committed {
+            drop(unfinished);
+            make_room(&folder, kept, &whole, e);
+        }
+        committed
     }
 }

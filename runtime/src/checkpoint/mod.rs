@@ -130,7 +130,7 @@ pub fn save_keeping(
 ) -> Result<PathBuf, RuntimeError> {
     match save_once(kept, folder, session, (plan, model)) {
         // Its files are gone again, and so may be those of older ones that nobody needs.
-        Err(e) if !e.is_loss() && make_room(folder, kept, &session.whole()) => {
+        Err(e) if make_room(folder, kept, &session.whole(), &e) => {
             save_once(kept, folder, session, (plan, model))
         }
         saved => saved,

@@ -1,6 +1,7 @@
 //! Which checkpoints of a folder stay when a newer one is there.
 
 use super::numbered;
+use crate::error::RuntimeError;
 use crate::files::Unfinished;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -36,8 +37,8 @@ impl Whole {
 
 /// Has all checkpoints go that are older than the newest `kept` whole ones, at least one. Damaged
 /// ones do not count. So the newest one that is whole never goes. Nor do those of a step that the
-/// newest has not reached: a run that was begun again, and does not go on from them, would be all
-/// that is left of what they have.
+/// newest has not reached, while the disk has [room](make_room): a run that was begun again, and
+/// does not go on from them, would be all that is left of what they have.
 pub(super) fn prune(folder: &Path, kept: usize, whole: &Whole) {
     if kept == usize::MAX {
         return;
@@ -63,19 +64,34 @@ pub fn step_of(path: &Path) -> Option<u64> {
     name.rsplit_once("-step-")?.1.parse().ok()
 }
 
-/// Where the disk has no room for another checkpoint as large as the newest, has those go already
-/// that would go once it is there; the newest whole one stays. Whether any did.
-pub(super) fn make_room(folder: &Path, kept: usize, whole: &Whole) -> bool {
+/// Where the disk has no room for another checkpoint as large as the newest, and that was the reason
+/// why one could not be written, has those go already that would go once it is there. Where that is
+/// not enough, those of later steps go, too, the furthest last. The newest whole one stays. Whether
+/// any did go.
+pub(super) fn make_room(folder: &Path, kept: usize, whole: &Whole, error: &RuntimeError) -> bool {
     let before = numbered(folder);
     let newest = before.iter().rev().find(|(_, path)| whole.has(path));
-    let (Some((_, newest)), Ok(disk)) = (newest, rustix::fs::statvfs(folder)) else {
+    let Some((_, newest)) = newest.filter(|_| error.is_of_files() && kept != usize::MAX) else {
         return false;
     };
-    let free = disk.f_bavail.saturating_mul(disk.f_frsize);
-    if kept == usize::MAX || free >= bytes_of(newest) {
+    let needed = bytes_of(newest);
+    let is_short = || {
+        let disk = rustix::fs::statvfs(folder);
+        disk.is_ok_and(|d| d.f_bavail.saturating_mul(d.f_frsize) < needed)
+    };
+    if !is_short() {
         return false;
     }
     prune(folder, kept.saturating_sub(1), whole);
+    let reached = step_of(newest);
+    let mut further = before.clone();
+    further.retain(|(_, path)| step_of(path) > reached);
+    further.sort_by_key(|(_, path)| step_of(path));
+    for (_, path) in further {
+        if is_short() {
+            remove(folder, &path);
+        }
+    }
     numbered(folder).len() < before.len()
 }
 

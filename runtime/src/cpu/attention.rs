@@ -4,7 +4,7 @@
 //!   q [B, S, K, G, D]   query row i is at global position q_offset + i
 //!   k [B, T, K, D]      key j is at position k_offset + j; v [B, T, K, V] likewise
 //!   s_ij = scale * <q_i, k_j>                 for k_offset + j <= q_offset + i and j < valid_k,
-//! within the window: q_offset + i - (k_offset + j) < window
+//!                                             q_offset + i - (k_offset + j) < window
 //!   s_ij = cap * tanh(s_ij / cap)             where there is a cap
 //!   s_ij = s_ij - slope * (q_offset + i - (k_offset + j))   where heads have slopes (ALiBi)
 //!   lse_i = ln sum_j exp(s_ij)                -inf when no key is visible

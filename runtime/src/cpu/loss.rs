@@ -134,6 +134,8 @@ pub fn cross_entropy_grad_over(
     valid: usize,
 ) {
     check_logits(logits, labels.len(), width, valid);
+    assert_eq!(lse.len(), labels.len(), "one lse per row");
+    assert_eq!(dnll.len(), labels.len(), "one gradient per row");
     let mut old = vec![0.0; width];
     for (row, logits) in logits.chunks_mut(width.max(1)).enumerate() {
         old.copy_from_slice(logits);

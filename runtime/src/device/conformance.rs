@@ -379,6 +379,7 @@ fn ops_give_what_the_kernels_give<D: Device>(open: Open<'_, D>) {
             let operand = Operand {
                 local: &local,
                 data: operand,
+                is_in_result: false,
             };
             let mut result = [Output {
                 local: &local,

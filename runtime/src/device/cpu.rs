@@ -106,6 +106,7 @@ impl Cpu {
         let writes = self.ranges(outputs)?;
         let mut reads = self.ranges(inputs)?;
         let mut copies: BTreeMap<usize, Bytes> = BTreeMap::new();
+        let mut in_result = vec![false; inputs.len()];
         for (i, range) in reads.iter_mut().enumerate() {
             if let Some(&(_, o)) = op.in_place().iter().find(|p| p.0 == i) {
                 // The old value goes where the new one will be; often it is there already.
@@ -124,7 +125,8 @@ impl Cpu {
                     return Ok(0);
                 }
                 let over = writes.len() == 1 && writes[0] == *range;
-                if !over || !finds_in_result(op, i, inputs[i].local.dtype) {
+                in_result[i] = over && finds_in_result(op, i, inputs[i].local.dtype);
+                if !in_result[i] {
                     copies.insert(i, Bytes::copy_of(self.device.read(range.clone())));
                 }
                 *range = 0..0;
@@ -141,6 +143,7 @@ impl Cpu {
             .map(|(i, (t, data))| Operand {
                 local: t.local,
                 data: copies.get(&i).map_or(data, |copy| copy),
+                is_in_result: in_result[i],
             })
             .collect();
         let mut results: Vec<Output<'_>> = outputs

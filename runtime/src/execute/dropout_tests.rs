@@ -25,7 +25,11 @@ fn mask(local: &Local, order: SequenceOrder, first_sample: u64) -> Vec<f32> {
     };
     let ones = Bytes::of_f32(&vec![1.0; local.elements()]);
     let mut out = Bytes::zeroed(local.bytes());
-    let inputs = [Operand { local, data: &ones }];
+    let inputs = [Operand {
+        local,
+        data: &ones,
+        is_in_result: false,
+    }];
     let mut outputs = [Output {
         local,
         data: &mut out,

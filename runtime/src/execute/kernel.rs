@@ -47,8 +47,10 @@ pub struct Context {
 pub struct Operand<'a> {
     /// The part of the tensor.
     pub local: &'a Local,
-    /// Its buffer.
+    /// Its buffer; nothing where it lies in that of the result.
     pub data: &'a [u8],
+    /// Whether it lies in the buffer of the result of an op of which [`finds_in_result`] says so.
+    pub is_in_result: bool,
 }
 
 /// A result.
@@ -64,10 +66,10 @@ pub struct Output<'a> {
 /// (recomputed attention has its source's).
 ///
 /// `Accumulate` adds to what its result's buffer holds; updates find the old value where the new
-/// one goes (`OpKind::in_place`), and so do ops of which [`finds_in_result`] says so where the
-/// operand's data is empty. `GlobalNorm` takes scalars, or one vector of them. Returns the
-/// bytes of scratch memory that conversions took. Fails when numbers of operands or element types
-/// are not the op's; shapes that do not fit panic, as they do in the kernels.
+/// one goes (`OpKind::in_place`), and so do ops of an operand that is in the result. `GlobalNorm`
+/// takes scalars, or one vector of them. Returns the bytes of scratch memory that conversions took.
+/// Fails when numbers of operands or element types are not the op's; shapes that do not fit panic,
+/// as they do in the kernels.
 pub fn kernel(
     op: &OpKind,
     path: &str,
@@ -155,7 +157,7 @@ impl Call<'_> {
     /// Whether the operand lies in the result's buffer.
     fn is_in_result(&self, i: usize) -> bool {
         let operand = &self.inputs[i];
-        operand.data.is_empty() && finds_in_result(self.op, i, operand.local.dtype)
+        operand.is_in_result && finds_in_result(self.op, i, operand.local.dtype)
     }
 
     /// Ops that move elements of any type unchanged; false when the op is not one of them.

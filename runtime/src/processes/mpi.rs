@@ -41,6 +41,9 @@ const PAUSE: Duration = Duration::from_micros(50);
 /// So often is looked whether a process of this host has ended.
 #[cfg(target_os = "linux")]
 const LOOK_AROUND: Duration = Duration::from_millis(20);
+/// So many looks at the next process are one at all of the host.
+#[cfg(target_os = "linux")]
+const LOOKS_OF_ALL: u32 = 50;
 /// So long the others leave it to the launcher to end them, once one of them says what happened.
 #[cfg(target_os = "linux")]
 const LEFT_TO_LAUNCHER: Duration = Duration::from_secs(5);
@@ -60,7 +63,7 @@ pub struct Departed {
     pub host: String,
 }
 
-/// The last words of the first process that is left on a host where another one has ended: all of
+/// The last words of the process before another one of the same host that has ended: all of
 /// them are about to be killed.
 pub type LastWords = Box<dyn FnOnce(Departed) + Send>;
 
@@ -293,8 +296,9 @@ struct Around {
     /// By process.
     all: Vec<Option<(Neighbour, Departed)>>,
     /// Those that were seen to have ended; what they sent before may still arrive.
-    ended: Vec<usize>,
+    ended: Vec<(usize, Departed)>,
     looked: Instant,
+    looks: u32,
     last_words: Option<LastWords>,
 }
 
@@ -316,43 +320,58 @@ impl Around {
             all: others.map(find).collect(),
             ended: Vec::new(),
             looked: Instant::now(),
+            looks: 0,
             last_words,
         }
     }
-    /// Looks, when nothing has arrived, and it is time. Returns those that had ended by the look
-    /// before: nothing will arrive of them any more. One that has said so before it ended is not
-    /// among them.
+    /// The first process that is there, of those at these distances behind this one, which wraps
+    /// round.
+    fn there(&self, from: usize, mut places: impl Iterator<Item = usize>) -> Option<usize> {
+        let n = self.all.len();
+        let place = |k: usize| (from + k) % n;
+        let found = places.find(|&k| place(k) == self.me || self.all[place(k)].is_some());
+        found.map(place)
+    }
+    /// Whether this process is the last one before another that is there: it speaks of its end.
+    fn speaks_of(&self, process: usize) -> bool {
+        let n = self.all.len();
+        self.there(process, (1..n).rev()) == Some(self.me)
+    }
+    /// Looks, when nothing has arrived, and it is time: at the next process that is there, and now
+    /// and then at all, so that many on one host do not look at each other all the time. Returns those
+    /// that had ended by the look before: nothing will arrive of them any more. One that has said so
+    /// before it ended is not among them.
     fn look<T>(&mut self, open: &[Option<T>]) -> Vec<usize> {
         if self.looked.elapsed() < LOOK_AROUND {
             return Vec::new();
         }
-        let gone = std::mem::take(&mut self.ended);
-        let mut first = None;
-        for (process, place) in self.all.iter_mut().enumerate() {
-            let has_ended = |(neighbour, _): &mut (Neighbour, Departed)| neighbour.is_gone();
-            let Some((_, departed)) = place.take_if(has_ended) else {
-                continue;
-            };
-            if open.get(process).is_some_and(Option::is_some) {
-                self.ended.push(process);
-                first.get_or_insert(departed);
-            }
-        }
-        if let Some((departed, last_words)) = first.and_then(|d| Some((d, self.last_words.take()?)))
+        let is_open = |process: usize| open.get(process).is_some_and(Option::is_some);
+        let mut gone = std::mem::take(&mut self.ended);
+        gone.retain(|(process, _)| is_open(*process));
+        let first = gone.first();
+        if let Some(((process, departed), last_words)) =
+            first.and_then(|first| Some((first, self.last_words.take()?)))
         {
-            // The first one that is left speaks, and ends.
-            match self
-                .all
-                .iter()
-                .position(Option::is_some)
-                .is_none_or(|p| p > self.me)
-            {
-                true => last_words(departed),
+            match self.speaks_of(*process) {
+                true => last_words(departed.clone()),
                 false => std::thread::sleep(LEFT_TO_LAUNCHER),
             }
         }
+        self.looks += 1;
+        let of_all = self.looks.is_multiple_of(LOOKS_OF_ALL);
+        let next = self.there(self.me, 1..self.all.len());
+        for (process, place) in self.all.iter_mut().enumerate() {
+            if !of_all && next != Some(process) {
+                continue;
+            }
+            let has_ended = |(neighbour, _): &mut (Neighbour, Departed)| neighbour.is_gone();
+            let departed = place.take_if(has_ended);
+            if let Some((_, departed)) = departed.filter(|_| is_open(process)) {
+                self.ended.push((process, departed));
+            }
+        }
         self.looked = Instant::now();
-        gone
+        gone.into_iter().map(|(process, _)| process).collect()
     }
 }
 

@@ -2,7 +2,9 @@
 //! no connection breaks.
 
 use super::rendezvous::Who;
+use rustix::io::Errno;
 use std::fs::{read_link, read_to_string};
+use std::io::{self, ErrorKind};
 
 /// A process of this host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,28 +21,40 @@ impl Neighbour {
     pub fn find(who: &Who) -> Option<Self> {
         let binary = |pid: &str| read_link(format!("/proc/{pid}/exe")).ok();
         let is_own = binary(&who.pid.to_string())? == binary("self")?;
-        let started = started(who.pid).filter(|_| is_own && who.host == crate::record::host())?;
+        let started = started(who.pid).ok()?;
+        let started = started.filter(|_| is_own && who.host == crate::record::host())?;
         Some(Neighbour {
             pid: who.pid,
             started,
         })
     }
-    /// Whether it has ended since.
+    /// Whether it has ended since, for all that can be seen.
     pub fn is_gone(&self) -> bool {
-        started(self.pid) != Some(self.started)
+        started(self.pid).is_ok_and(|started| started != Some(self.started))
     }
 }
 
 /// When a process was started; none where it has ended, whether or not its parent knows.
-fn started(pid: u32) -> Option<u64> {
-    let stat = read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name in front may have spaces and parentheses of its own.
-    let (_, fields) = stat.rsplit_once(')')?;
-    let mut fields = fields.split_ascii_whitespace();
-    let is_over = matches!(fields.next()?, "Z" | "X" | "x");
-    // The 22nd field of the line, of which this is the third.
-    let started = fields.nth(18)?.parse().ok()?;
-    (!is_over).then_some(started)
+///
+/// Fails when that cannot be read, as where this process has too many files open.
+fn started(pid: u32) -> io::Result<Option<u64>> {
+    let stat = match read_to_string(format!("/proc/{pid}/stat")) {
+        Ok(stat) => stat,
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+        // It ended between the opening of the file and the reading.
+        Err(e) if Errno::from_io_error(&e) == Some(Errno::SRCH) => return Ok(None),
+        Err(e) => return Err(e),
+    };
+    let parsed = || {
+        // The name in front may have spaces and parentheses of its own.
+        let (_, fields) = stat.rsplit_once(')')?;
+        let mut fields = fields.split_ascii_whitespace();
+        let is_over = matches!(fields.next()?, "Z" | "X" | "x");
+        // The 22nd field of the line, of which this is the third.
+        let started: u64 = fields.nth(18)?.parse().ok()?;
+        Some((!is_over).then_some(started))
+    };
+    parsed().ok_or_else(|| io::Error::other("the state of a process has another form"))
 }
 
 #[cfg(test)]
@@ -56,7 +70,7 @@ mod tests {
             .stdout(Stdio::null())
             .spawn();
         let mut sleep = sleep.unwrap();
-        let started = started(sleep.id()).expect("it is there");
+        let started = started(sleep.id()).unwrap().expect("it is there");
         let neighbour = Neighbour {
             pid: sleep.id(),
             started,

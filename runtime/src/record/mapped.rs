@@ -46,7 +46,11 @@ impl Mapped {
         take_signals()?;
         let (protection, shared) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
         // SAFETY: the system chooses the address, where nothing else is.
-        let at = unsafe { mmap(null_mut(), LEN, protection, shared, file, 0) }?;
+        let at = unsafe { mmap(null_mut(), LEN, protection, shared, file, 0) };
+        let at = at.map_err(|e| {
+            let what = format!("its file system cannot map it into memory: {e}");
+            io::Error::other(what)
+        })?;
         let at = at.expose_provenance();
         let is_taken = |slot: &AtomicUsize| {
             let taken = slot.compare_exchange(0, at, Ordering::SeqCst, Ordering::SeqCst);
@@ -83,8 +87,9 @@ impl Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        unmap(self.at);
+        // In this order: another thread may map something else there as soon as it is free.
         PAGES[self.slot].store(0, Ordering::SeqCst);
+        unmap(self.at);
     }
 }
 

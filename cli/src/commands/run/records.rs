@@ -59,7 +59,8 @@ impl Unasked {
         let folder = args.record.clone().filter(|_| args.records_by_default)?;
         let made = interrupts.makes(&folder, || {
             outputs::check_folder(&folder)?;
-            Ok::<(), Failure>(record::make_way(&folder)?)
+            record::make_way(&folder)?;
+            Ok::<(), Failure>(record::can_begin(&folder)?)
         });
         match made {
             Ok(()) => Some(Unasked(folder)),
@@ -211,14 +212,14 @@ pub fn failure(args: &RunArgs, error: RuntimeError, words: String) -> Failure {
         format!("`meshwright doctor {plan} {folder}` says where each rank was")
     });
     let is_watchdog = error.is_watchdog();
-    let is_loss = matches!(error, RuntimeError::Gone { .. });
+    let is_gone = matches!(error, RuntimeError::Gone { .. });
     let failure = Failure::from(error);
     let failure = match words == failure.to_string() {
         true => failure,
         false => failure.saying(words),
     };
     match doctor {
-        Some(doctor) if is_loss => failure.help(format!(
+        Some(doctor) if is_gone => failure.help(format!(
             "its own message, where it wrote one, is above; {doctor}; with --checkpoint DIR, --resume DIR goes on from the newest checkpoint, for --steps further steps"
         )),
         Some(doctor) if is_watchdog => failure.help(format!(

@@ -20,6 +20,7 @@ use std::collections::BTreeSet;
 const UNFORESEEN: f64 = 1.2;
 /// Most pipelines that are simulated for that reason.
 const FURTHER: usize = 8;
+
 impl Search<'_> {
     /// Where the fastest step takes much longer than its objective, simulates the best pipelines of
     /// other numbers of stages that may take less by it. The objective does not know what tied
@@ -35,7 +36,7 @@ impl Search<'_> {
         let is_slow = |r: &&Ranked| {
             let p = &r.pipeline;
             let is_plain = p.schedule.virtual_stages() == 1 && self.pins.pipeline.is_none();
-            is_plain && self.holds_back() && r.step_s > UNFORESEEN * p.choice.cost.total_s
+            is_plain && self.holds_back() && r.step_s > UNFORESEEN * r.objective_s
         };
         let Some(r) = fastest.filter(is_slow) else {
             return Ok(());
@@ -46,10 +47,10 @@ impl Search<'_> {
         batches.sort_unstable_by(|a, b| b.cmp(a));
         batches.dedup();
         further.extend(self.hiding(&batches, known.schedule, reserve, step_s));
-        // Beside none that the objective is wrong about.
-        let before = std::mem::take(&mut simulated.ranked);
+        // None is left out because its objective is far above that of the others, which is wrong.
+        simulated.aside = std::mem::take(&mut simulated.ranked);
         self.simulate_all(forward, further, known, stats, simulated)?;
-        simulated.ranked.extend(before);
+        simulated.ranked.append(&mut simulated.aside);
         (simulated.ranked).sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
         Ok(())
     }
