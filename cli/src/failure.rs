@@ -289,6 +289,9 @@ impl From<runtime::RuntimeError> for Failure {
                 "the weights do not fit the plan's model: compile the plan from their config.json",
             ),
             Watchdog { .. } => None,
+            e if e.is_consequence() => {
+                Some("the rank that failed first says why, in the messages of its process")
+            }
             Kernel { .. } | Instruction { .. } | Mismatch { .. } | Panic { .. } | Program(_) => {
                 Some(DEFECT)
             }

@@ -265,6 +265,14 @@ impl RuntimeError {
             _ => false,
         }
     }
+    /// The rank that failed first, of the error of one that stopped because of that.
+    pub(crate) fn cause(&self) -> Option<Rank> {
+        match self {
+            RuntimeError::Aborted { by, .. } => Some(*by),
+            RuntimeError::Instruction { source, .. } => source.cause(),
+            _ => None,
+        }
+    }
     /// True for the errors of ranks that stopped because another one failed.
     pub fn is_consequence(&self) -> bool {
         match self {

@@ -1032,6 +1032,23 @@ impl Session {
                 failed.get_or_insert_with(Instant::now);
             }
         }
+        // One that had answered when its process was killed is missed by those to whom it had not
+        // yet sent all.
+        if !errors.is_empty() && silent.is_empty() && errors.iter().all(|e| e.is_consequence()) {
+            let until = Instant::now() + LAST_WORDS;
+            let causes: BTreeSet<Rank> = errors.iter().filter_map(|e| e.cause()).collect();
+            let causes: Vec<Member> = (self.ranks.iter())
+                .filter(|m| causes.contains(&m.rank))
+                .copied()
+                .collect();
+            for m in causes {
+                let left = until.saturating_duration_since(Instant::now());
+                if let Some(Err(error)) = self.workers[m.worker].hear(m.rank, left) {
+                    lost.push(m.rank);
+                    errors.push(error);
+                }
+            }
+        }
         self.lost.extend(lost);
         if errors.is_empty() && silent.is_empty() {
             return Ok(replies.into_iter().flatten().collect());
