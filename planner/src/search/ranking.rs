@@ -297,6 +297,22 @@ impl Search<'_> {
                 levels = fastest.into_iter().collect();
             }
         }
+        if let Some((step_s, p, reserve)) = simulated.champion.clone().filter(|_| !self.ends()) {
+            let ways = self.uniform(&p, reserve, step_s);
+            let mut near = Vec::new();
+            for (p, played) in self.different(forward, ways, (reserve, &[]))? {
+                let step_s = played.simulation.step_time.0;
+                if simulated.best.is_near(step_s) {
+                    near.push(p.clone());
+                }
+                simulated.see(step_s, &p, reserve);
+                self.compare(&mut simulated.best, played, &p, reserve, known, stats);
+            }
+            let alike: Vec<Pipeline> = near.iter().flat_map(Likeness::alike).collect();
+            for (p, played) in self.different(forward, alike, (reserve, &[]))? {
+                self.compare(&mut simulated.best, played, &p, reserve, known, stats);
+            }
+        }
         let Simulated {
             mut best,
             overrun,
