@@ -229,7 +229,7 @@ fn verdict(
             percent(c)
         ),
         c => format!(
-            "With {pins} the step takes {}, {} less{why} {memory} This plan may have been made under other pins, or was preferred as simpler.",
+            "With {pins} the step takes {}, {} less{why} {memory} This plan was made under other pins, was preferred as simpler, or the search did not find the other one.",
             Seconds(other),
             percent(-c)
         ),

@@ -394,7 +394,13 @@ fn verdict(args: &FitsArgs, search: &Search<'_>, smallest: &Tried, states: &Stat
             counted(*n, "device"),
             tried.reason.as_deref().unwrap_or_default()
         ),
-        None if states.least_devices > 1 => "Fewer cannot hold the states".into(),
+        None if states.least_devices == u64::from(smallest.devices) && states.least_devices > 1 => {
+            "Fewer cannot hold the states".into()
+        }
+        None if states.least_devices > 1 => format!(
+            "Fewer than {} cannot hold the states; of parts of a host those that divide it were tried",
+            states.least_devices
+        ),
         None => "There are no fewer".into(),
     };
     format!(

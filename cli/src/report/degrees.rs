@@ -43,6 +43,9 @@ pub struct Degrees {
     pub microbatch: u64,
 }
 
+/// Recomputation where layers differ.
+const PARTS: &str = "in part";
+
 /// The least and the most of a number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Span(pub u32, pub u32);
@@ -180,11 +183,13 @@ impl fmt::Display for Degrees {
         if self.r#virtual > 1 {
             write!(f, " virtual={}", self.r#virtual)?;
         }
-        write!(
-            f,
-            " zero={} recompute={} microbatch={}",
-            self.zero, self.recompute, self.microbatch
-        )?;
+        write!(f, " zero={}", self.zero)?;
+        match self.recompute {
+            // No pin says that.
+            PARTS => write!(f, " (recomputing in part)")?,
+            one => write!(f, " recompute={one}")?,
+        }
+        write!(f, " microbatch={}", self.microbatch)?;
         match self.repeated {
             Span(1, 1) => Ok(()),
             n => write!(f, " ({n} ranks repeat each part of the work)"),
@@ -246,15 +251,16 @@ fn repeated(run: &RunReport) -> u32 {
     axes.map(|a| a.size).product()
 }
 
-/// The ZeRO level over the axes that split samples or no work, and over how many ranks of those
-/// that split samples there are copies of what it splits.
+/// The ZeRO level over the axes that split samples, the sequence of each or no work, and over how
+/// many ranks of those that split samples there are copies of what it splits.
 fn states(run: &RunReport) -> (u32, u32) {
     let level = |a: &AxisReport| u32::from(a.zero.unwrap_or(0));
     let axes = run.axes.iter().filter(|a| a.size > 1);
     let splits_samples = |a: &AxisReport| does(&a.does, "data parallel");
+    let splits_sequence = |a: &AxisReport| does(&a.does, "context parallel");
     let resting = axes
         .clone()
-        .filter(|a| splits_samples(a) || a.does.is_empty());
+        .filter(|a| splits_samples(a) || splits_sequence(a) || a.does.is_empty());
     let zero = resting.map(level).max().unwrap_or(0);
     let whole = axes.filter(|a| splits_samples(a) && zero > 0 && level(a) == 0);
     (zero, whole.map(|a| a.size).product())
@@ -269,7 +275,7 @@ fn recompute(typical: &[&RunReport]) -> &'static str {
         [] | [""] => "none",
         [one] if one.ends_with("(full)") => "full",
         [_] => "selective",
-        _ => "in part",
+        _ => PARTS,
     }
 }
 

@@ -128,7 +128,11 @@ impl Search<'_> {
         let ways: Vec<(Option<u8>, bool)> = levels
             .iter()
             .flat_map(|&level| [(level, false), (level, true)])
-            .filter(|(_, is_of_one)| !is_of_one || is_other)
+            .filter(|&(_, is_of_one)| match is_of_one {
+                true => is_other,
+                // Of its own meshes it was made at all levels, but under the same assumptions.
+                false => p.assumed.hides(),
+            })
             .collect();
         let made = ways.into_par_iter().filter_map(|(level, is_of_one)| {
             let p = plain(level);
