@@ -361,6 +361,10 @@ const HARMLESS: &[(&str, &str)] = &[
     ),
     ("swap instructions", "neither needs the other"),
     (
+        "wrong collective item",
+        "both items bring the same value, from two layouts of it",
+    ),
+    (
         "wrong operand buffer",
         "the other buffer holds the same value",
     ),

@@ -2,7 +2,10 @@
 
 use ir::collective::CollectiveKind;
 use ir::plan::Plan;
-use ir::program::{BufferClass, InstrKind, Instruction, Program, RoleProgram, Stream, Template};
+use ir::program::{
+    BufferClass, CollectiveItem, InstrKind, Instruction, Program, RoleProgram, Stream, Template,
+};
+use ir::reshard::LayoutStep;
 use ir::training::TrainingGraph;
 use ir::{BufferId, Bytes};
 use lowering::{BucketSizes, Layouts};
@@ -91,11 +94,12 @@ fn ahead_of_reductions(program: &Program) -> usize {
 fn held_up(program: &Program) -> usize {
     let of_template = |role: &RoleProgram, t: &Template| {
         let is_held = |(at, i): &(usize, &Instruction)| {
-            let InstrKind::Collective { kind, .. } = &i.kind else {
+            let InstrKind::Collective { items, .. } = &i.kind else {
                 return false;
             };
+            let of_dim = |i: &CollectiveItem| matches!(i.step, LayoutStep::AllGather { .. });
             let transient = |b: &BufferId| role.buffer(*b).class == BufferClass::Transient;
-            *kind == CollectiveKind::AllGather
+            items.iter().all(of_dim)
                 && !i.reads().iter().any(transient)
                 && i.deps.iter().any(|d| d.index() + 1 == *at)
         };

@@ -11,7 +11,7 @@ use ir::program::{
 };
 use ir::reshard::{LayoutStep, Pieces};
 use ir::schedule::Schedule;
-use ir::{AxisId, InstrId, LogicalMesh, Region, ShardingSpec, TemplateId};
+use ir::{AxisId, InstrId, LogicalMesh, OpKind, ReduceKind, Region, ShardingSpec, TemplateId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The most copies of a role's buffers that are tracked.
@@ -150,9 +150,13 @@ fn passes(
             .route()
             .stage_of(i, template.chunk as usize, program.roles.len());
         for (j, instr) in template.instructions.iter().enumerate() {
-            let InstrKind::Compute { path, .. } = &instr.kind else {
+            let InstrKind::Compute { path, kind, .. } = &instr.kind else {
                 continue;
             };
+            // What combines members' values is a part of a layout change, which stands at any use.
+            if combines_members(kind) {
+                continue;
+            }
             let Some(op) = facts.graph.find(path).map(|id| facts.graph.op(id)) else {
                 continue;
             };
@@ -172,6 +176,11 @@ fn passes(
             }
         }
     }
+}
+
+/// Says whether an op combines the values of a group's members; no graph has an op of this kind.
+fn combines_members(kind: &OpKind) -> bool {
+    matches!(kind, OpKind::Reduce { kind, .. } if *kind == ReduceKind::LogSumExp)
 }
 
 /// Says what is wrong with a spec for a tensor of these lengths.

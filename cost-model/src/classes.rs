@@ -112,7 +112,7 @@ mod tests {
     use ir::collective::CollectiveKind;
     use ir::mesh::{Axis, DeviceMesh};
     use ir::program::{Instruction, Template, TemplateKind};
-    use ir::{Pass, sharding::ReduceKind};
+    use ir::{Pass, Reduction};
 
     /// Hosts of four.
     fn cluster() -> Cluster {
@@ -135,7 +135,7 @@ mod tests {
         };
         let sum = |a| Instruction {
             kind: InstrKind::Collective {
-                kind: CollectiveKind::AllReduce(ReduceKind::Sum),
+                kind: CollectiveKind::AllReduce(Reduction::Sum),
                 axes: vec![AxisId(a)],
                 items: Vec::new(),
             },

@@ -6,7 +6,7 @@ use cost_model::collectives::{collective_time, send_time};
 use cost_model::presets::load;
 use ir::cluster::{Cluster, Degraded, Missing};
 use ir::collective::CollectiveKind;
-use ir::{Axis, AxisId, DType, DeviceMesh, LogicalMesh, Rank, ReduceKind};
+use ir::{Axis, AxisId, DType, DeviceMesh, LogicalMesh, Rank, Reduction};
 
 /// Two hosts of H100, then two of A100.
 fn mixed() -> Cluster {
@@ -29,7 +29,7 @@ fn sum(cluster: &Cluster, first: u32, n: u32) -> f64 {
         size: n,
     };
     let mesh = LogicalMesh::new(ranks(first, n), vec![axis]).unwrap();
-    let kind = CollectiveKind::AllReduce(ReduceKind::Sum);
+    let kind = CollectiveKind::AllReduce(Reduction::Sum);
     let seen = cluster.seen_by(mesh.devices);
     collective_time(&seen, &mesh, &[AxisId(0)], kind, 64 << 20).0
 }

@@ -106,10 +106,10 @@ fn hide_in(
 mod tests {
     use super::*;
     use crate::testing;
+    use ir::Reduction;
     use ir::collective::CollectiveKind;
     use ir::program::TemplateKind;
     use ir::program::{CollectiveItem, Instruction};
-    use ir::sharding::ReduceKind;
 
     fn dot(path: &str, reads: u32, makes: u32) -> Instruction {
         let einsum = ir::op::Einsum::parse("mk,kn->mn").unwrap();
@@ -141,7 +141,7 @@ mod tests {
 
     #[test]
     fn sums_of_operands_gradients_run_beside_weights() {
-        let sum = CollectiveKind::AllReduce(ReduceKind::Sum);
+        let sum = CollectiveKind::AllReduce(Reduction::Sum);
         let mut role = testing::role(0, 0, 2);
         role.templates = vec![Template {
             kind: TemplateKind::Backward,

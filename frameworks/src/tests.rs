@@ -67,14 +67,14 @@ fn kernels_take_what_they_take_on_the_devices_of_their_group() {
 
 #[test]
 fn gradients_may_be_reduced_before_the_end_of_the_step() {
+    use ir::Reduction;
     use ir::collective::CollectiveKind;
     use ir::program::CollectiveItem;
     use ir::reshard::LayoutStep;
-    use ir::sharding::ReduceKind;
     // Backward writes g0 (100 ns), then g1 (300 ns). The end of the step all-reduces both over
     // two ranks: 4 B x 1000 at 1 B/ns, 2 x 1/2 x 4000 = 4000 ns each.
     let reduce = |b: u32| InstrKind::Collective {
-        kind: CollectiveKind::AllReduce(ReduceKind::Sum),
+        kind: CollectiveKind::AllReduce(Reduction::Sum),
         axes: vec![ir::AxisId(0)],
         items: vec![CollectiveItem {
             step: LayoutStep::AllReduce {
@@ -226,7 +226,7 @@ fn summing_beside_a_gather(read: u32) -> f64 {
             output: BufferId(output),
         }],
     };
-    let sum = CollectiveKind::AllReduce(ir::ReduceKind::Sum);
+    let sum = CollectiveKind::AllReduce(ir::Reduction::Sum);
     let mut r = role(0, 0, 2);
     r.buffers = vec![
         buffer("p", BufferClass::Step, &[500]),
@@ -295,7 +295,7 @@ fn pieces_of_a_scatter_hide_behind_the_matmul_and_are_added_up() {
     use ir::reshard::LayoutStep;
     // 2 x 50^3 FLOPs at 5e11 a second: 500 ns; half of 10,000 B at 1 B/ns: 5000 ns.
     let scatter = InstrKind::Collective {
-        kind: CollectiveKind::ReduceScatter(ir::ReduceKind::Sum),
+        kind: CollectiveKind::ReduceScatter(ir::Reduction::Sum),
         axes: vec![ir::AxisId(0)],
         items: vec![CollectiveItem {
             step: LayoutStep::AllReduce {
@@ -368,7 +368,7 @@ fn kernels_wait_for_gradients_that_are_not_reduced_beside_them() {
     let axes = vec![ir::AxisId(0)];
     let mut reduce = instr(
         InstrKind::Collective {
-            kind: CollectiveKind::AllReduce(ir::ReduceKind::Sum),
+            kind: CollectiveKind::AllReduce(ir::Reduction::Sum),
             axes: axes.clone(),
             items: vec![CollectiveItem {
                 step: LayoutStep::AllReduce { axes },
@@ -418,11 +418,11 @@ fn kernels_wait_for_gradients_that_are_not_reduced_beside_them() {
 /// A role of two copies of states that are split over two ranks: two microbatches whose gradient of 4000
 /// elements in two bytes is scattered over the two, and a sum of the 2000 over the copies at the end.
 fn with_copies() -> Program {
+    use ir::Reduction;
     use ir::collective::CollectiveKind;
     use ir::mesh::{Axis, DeviceMesh};
     use ir::program::CollectiveItem;
     use ir::reshard::LayoutStep;
-    use ir::sharding::ReduceKind;
     let mut r = role(0, 0, 4);
     let axis = |name: &str| Axis {
         name: name.into(),
@@ -452,7 +452,7 @@ fn with_copies() -> Program {
         }],
     };
     let scatter = collective(
-        CollectiveKind::ReduceScatter(ReduceKind::Sum),
+        CollectiveKind::ReduceScatter(Reduction::Sum),
         data,
         LayoutStep::ReduceScatter {
             axis: data,
@@ -462,7 +462,7 @@ fn with_copies() -> Program {
         [0, 1],
     );
     let meet = collective(
-        CollectiveKind::AllReduce(ReduceKind::Sum),
+        CollectiveKind::AllReduce(Reduction::Sum),
         copies,
         LayoutStep::AllReduce { axes: vec![copies] },
         [1, 1],

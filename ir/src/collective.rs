@@ -9,8 +9,43 @@
 //! operand and result buffers (padded): the buffer of an all-reduce, the result of an
 //! all-gather, the operand of a reduce-scatter, either side of an all-to-all or a shift.
 
-use crate::sharding::ReduceKind;
 use serde::{Deserialize, Serialize};
+
+/// The reductions that libraries have. Partial values that combine otherwise are gathered, and an op
+/// combines them (`reshard::LayoutStep::members`).
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Serialize,
+    Deserialize,
+    schemars::JsonSchema,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum Reduction {
+    /// Addition.
+    Sum,
+    /// Maximum.
+    Max,
+    /// Minimum.
+    Min,
+}
+
+impl Reduction {
+    /// Name in text forms.
+    pub fn name(self) -> &'static str {
+        match self {
+            Reduction::Sum => "sum",
+            Reduction::Max => "max",
+            Reduction::Min => "min",
+        }
+    }
+}
 
 /// The kind of a collective, without its group and buffers.
 #[derive(
@@ -29,9 +64,9 @@ use serde::{Deserialize, Serialize};
 #[serde(rename_all = "snake_case")]
 pub enum CollectiveKind {
     /// Every member gets the reduction of all members' buffers.
-    AllReduce(ReduceKind),
+    AllReduce(Reduction),
     /// Every member gets its piece of the reduction.
-    ReduceScatter(ReduceKind),
+    ReduceScatter(Reduction),
     /// Every member gets all pieces.
     AllGather,
     /// Every member sends piece `j` to member `j`.

@@ -35,6 +35,7 @@ pub mod units;
 pub mod verify;
 pub mod zigzag;
 
+pub use collective::Reduction;
 pub use graph::{Graph, GraphError, Op, Pass, Place, Region, Value};
 pub use id::{
     AxisId, BufferId, FactorId, InstrId, LayerId, OpId, Rank, StageId, StreamId, TemplateId,

@@ -8,17 +8,18 @@
 //! along the axis, `L` the padded length of a piece:
 //! * `AllGather` places member `j`'s piece at `j*L` and crops to the result's length;
 //! * `Slice` takes `[c*L, (c+1)*L)`, zeros past the operand's end;
-//! * `ReduceScatter` reduces, then slices; `AllReduce` reduces in place;
+//! * `ReduceScatter` reduces, then slices; `AllReduce` reduces in place, or, where no library has
+//!   the reduction, gathers the members' values one after the other and combines them in an op;
 //! * `AllToAll` slices dim `to` into pieces, sends piece `j` to member `j`, and places what
 //!   member `j` sent at `j*L` of dim `from`, cropped.
 //!
 //! A step that removes an axis from a dim removes the minor-most one, a step that adds one
 //! adds it as the minor-most; that is what makes these rules exact for uneven shards.
 
-use crate::collective::CollectiveKind;
+use crate::collective::{CollectiveKind, Reduction};
 use crate::mesh::LogicalMesh;
 use crate::sharding::{DimSharding, LocalRange, ReduceKind, ShardingSpec};
-use crate::{AxisId, Rank};
+use crate::{AxisId, OpKind, Rank};
 use serde::{Deserialize, Serialize};
 
 /// One step of a layout change within a mesh.
@@ -27,12 +28,14 @@ use serde::{Deserialize, Serialize};
 )]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum LayoutStep {
-    /// Combines partial values over one or more axes.
+    /// Combines partial values over one or more axes: by the collective of that name, or, where no
+    /// library has the reduction, by a gather and an op behind it ([`LayoutStep::members`]).
     AllReduce {
         /// Partial axes, ascending, all of the same reduction.
         axes: Vec<AxisId>,
     },
-    /// Combines partial values over `axis`, which then shards `dim`.
+    /// Combines partial values over `axis`, which then shards `dim`, by a reduction that libraries
+    /// have.
     ReduceScatter {
         /// A partial axis.
         axis: AxisId,
@@ -120,6 +123,28 @@ impl Pieces {
     }
 }
 
+/// Partial values of a group's members, which every member has gathered along a new first dim, in
+/// group order: the operand of the op that combines them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Members {
+    /// How they combine.
+    pub kind: ReduceKind,
+    /// Lengths of all of them together.
+    pub lens: Vec<u64>,
+    /// Their spec.
+    pub spec: ShardingSpec,
+}
+
+impl Members {
+    /// The op that combines them.
+    pub fn op(&self) -> OpKind {
+        OpKind::Reduce {
+            kind: self.kind,
+            dims: vec![0],
+        }
+    }
+}
+
 impl LayoutStep {
     /// The dims along which its collective cuts the operand, and puts the result together.
     pub fn cuts(&self) -> [Option<usize>; 2] {
@@ -154,19 +179,44 @@ impl LayoutStep {
     }
     /// The collective, with the reduction that `before` says; `None` for a slice.
     pub fn collective(&self, before: &ShardingSpec) -> Option<CollectiveKind> {
-        let kind = |a: &AxisId| before.partial.get(a).copied().unwrap_or(ReduceKind::Sum);
+        let kind = |a: Option<&AxisId>| {
+            let kind = a.and_then(|a| before.partial.get(a));
+            kind.map_or(Some(Reduction::Sum), |k| k.of_libraries())
+        };
         match self {
-            LayoutStep::AllReduce { axes } => Some(CollectiveKind::AllReduce(
-                axes.first().map_or(ReduceKind::Sum, kind),
-            )),
+            LayoutStep::AllReduce { axes } => Some(match kind(axes.first()) {
+                Some(reduction) => CollectiveKind::AllReduce(reduction),
+                None => CollectiveKind::AllGather,
+            }),
             LayoutStep::ReduceScatter { axis, .. } => {
-                Some(CollectiveKind::ReduceScatter(kind(axis)))
+                kind(Some(axis)).map(CollectiveKind::ReduceScatter)
             }
             LayoutStep::AllGather { .. } => Some(CollectiveKind::AllGather),
             LayoutStep::AllToAll { .. } => Some(CollectiveKind::AllToAll),
             LayoutStep::Shift { .. } => Some(CollectiveKind::Shift),
             LayoutStep::Slice { .. } => None,
         }
+    }
+    /// The members' values that it gathers, of a tensor of lengths `lens`, where it is a reduction
+    /// that no library has and applies to `before`.
+    pub fn members(
+        &self,
+        before: &ShardingSpec,
+        lens: &[u64],
+        mesh: &LogicalMesh,
+    ) -> Option<Members> {
+        let LayoutStep::AllReduce { axes } = self else {
+            return None;
+        };
+        let kind = *before.partial.get(axes.first()?)?;
+        let mut spec = match kind.of_libraries() {
+            None => self.apply(before)?,
+            Some(_) => return None,
+        };
+        spec.dims.insert(0, DimSharding::whole());
+        let n = axes.iter().map(|&a| mesh.size(a)).product();
+        let lens = [&[n], lens].concat();
+        Some(Members { kind, lens, spec })
     }
     /// The spec after the step, or `None` when the step does not apply to `before`.
     pub fn apply(&self, before: &ShardingSpec) -> Option<ShardingSpec> {
@@ -180,7 +230,7 @@ impl LayoutStep {
                 }
             }
             LayoutStep::ReduceScatter { axis, dim, unit } => {
-                s.partial.remove(axis)?;
+                s.partial.remove(axis)?.of_libraries()?;
                 push_axis(&mut s, *axis, *dim, *unit)?;
             }
             LayoutStep::AllGather { axis, dim } => pop_axis(&mut s, *axis, *dim)?,

@@ -11,6 +11,7 @@
 //! are equal; elements past the valid length are padding and hold zero. Because the split is
 //! nested, gathering the minor-most axis and cropping gives exactly the layout without it.
 
+use crate::collective::Reduction;
 use crate::{AxisId, LogicalMesh};
 use serde::{Deserialize, Serialize};
 use smallvec::{SmallVec, smallvec};
@@ -46,7 +47,7 @@ pub enum ReduceKind {
     Max,
     /// Minimum.
     Min,
-    /// `log(exp(a) + exp(b))`: partial log-sum-exps of a split vocabulary.
+    /// `log(exp(a) + exp(b))`: partial log-sum-exps of a split vocabulary. No library has it.
     LogSumExp,
 }
 
@@ -241,14 +242,21 @@ impl ShardingSpec {
     }
 }
 
+impl ReduceKind {
+    /// The reduction that libraries have of it; none of log-sum-exps.
+    pub fn of_libraries(self) -> Option<Reduction> {
+        match self {
+            ReduceKind::Sum => Some(Reduction::Sum),
+            ReduceKind::Max => Some(Reduction::Max),
+            ReduceKind::Min => Some(Reduction::Min),
+            ReduceKind::LogSumExp => None,
+        }
+    }
+}
+
 /// The name of a reduction in text forms.
 pub fn reduce_name(kind: ReduceKind) -> &'static str {
-    match kind {
-        ReduceKind::Sum => "sum",
-        ReduceKind::Max => "max",
-        ReduceKind::Min => "min",
-        ReduceKind::LogSumExp => "log_sum_exp",
-    }
+    kind.of_libraries().map_or("log_sum_exp", Reduction::name)
 }
 
 fn padded_len(len: u64, dim: &DimSharding, mesh: &LogicalMesh) -> u64 {

@@ -214,7 +214,7 @@ mod tests {
     use crate::draft::Lifetime;
     use ir::program::CollectiveItem;
     use ir::reshard::LayoutStep;
-    use ir::{Axis, DeviceMesh, Pass, Rank, ReduceKind, ShardingSpec, StreamId};
+    use ir::{Axis, DeviceMesh, Pass, Rank, Reduction, ShardingSpec, StreamId};
 
     fn mesh() -> LogicalMesh {
         let devices = DeviceMesh {
@@ -267,7 +267,7 @@ mod tests {
             output: BufferId(b),
         };
         instruction(InstrKind::Collective {
-            kind: CollectiveKind::AllReduce(ReduceKind::Sum),
+            kind: CollectiveKind::AllReduce(Reduction::Sum),
             axes: vec![AxisId::new(0)],
             items: vec![item],
         })

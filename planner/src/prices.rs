@@ -426,8 +426,15 @@ impl<'a> Prices<'a> {
         };
         let whole = elements(lens).saturating_mul(dtype.bytes()).max(1) as f64;
         let stage = self.stage_elements * dtype.bytes() as f64;
-        let size = bytes(spec).max(bytes(after));
         let (cluster, mesh) = (self.cluster, &self.mesh);
+        let mut size = bytes(spec).max(bytes(after));
+        let mut combined = 0.0;
+        if let Some(members) = step.members(spec, lens, mesh) {
+            let x = (dtype, members.spec.local_shape(&members.lens, mesh));
+            let y = (dtype, after.local_shape(lens, mesh));
+            size = elements(&x.1).saturating_mul(dtype.bytes());
+            combined = compute::op_time(cluster, &members.op(), &[x], &[y]).0;
+        }
         let group = self
             .groups
             .entry(step.axes())
@@ -451,7 +458,8 @@ impl<'a> Prices<'a> {
                 let bytes = elements(&p.as_ref()?.shape(part)).saturating_mul(dtype.bytes());
                 Some(compute::copy_time(cluster, bytes).0)
             });
-        moving + group.conversions(cluster, kind, dtype, size).0 + copied.sum::<f64>()
+        let converted = group.conversions(cluster, kind, dtype, size).0;
+        moving + converted + copied.sum::<f64>() + combined
     }
 }
 
@@ -459,7 +467,7 @@ impl<'a> Prices<'a> {
 mod tests {
     use super::*;
     use ir::collective::CollectiveKind;
-    use ir::{Axis, DeviceMesh, Rank, ReduceKind};
+    use ir::{Axis, DeviceMesh, Rank, ReduceKind, Reduction};
 
     #[test]
     fn the_tensors_of_a_bucket_pay_for_it_together() {
@@ -492,7 +500,7 @@ mod tests {
                 let found = prices.price(&partial, &whole, &[mib / 4], DType::F32, region);
                 found.expect("an all-reduce does it")
             };
-            let all_reduce = CollectiveKind::AllReduce(ReduceKind::Sum);
+            let all_reduce = CollectiveKind::AllReduce(Reduction::Sum);
             let bucket = group.time(all_reduce, together * mib).0;
             let paid = price(Some(Region::Microbatch)) * together as f64;
             assert!(

@@ -5,7 +5,10 @@ use ir::collective::CollectiveKind;
 use ir::op::{InputKind, OpKind, Unary};
 use ir::program::{BufferClass, Event, InstrKind, Instruction, Program, RoleProgram, Which};
 use ir::reshard::{LayoutStep, Pieces};
-use ir::{AxisId, BufferId, DType, InstrId, ReduceKind, StageId, StreamId, TemplateId, TransferId};
+use ir::{
+    AxisId, BufferId, DType, InstrId, ReduceKind, Reduction, StageId, StreamId, TemplateId,
+    TransferId,
+};
 
 pub type Mutation = fn(&mut Program, &mut Random) -> bool;
 
@@ -385,8 +388,8 @@ fn is_collective(k: &InstrKind) -> bool {
 
 fn collective_kind(p: &mut Program, r: &mut Random) -> bool {
     let all = [
-        CollectiveKind::AllReduce(ReduceKind::Sum),
-        CollectiveKind::ReduceScatter(ReduceKind::Sum),
+        CollectiveKind::AllReduce(Reduction::Sum),
+        CollectiveKind::ReduceScatter(Reduction::Sum),
         CollectiveKind::AllGather,
         CollectiveKind::AllToAll,
     ];
@@ -440,16 +443,8 @@ fn reduction(p: &mut Program, r: &mut Random) -> bool {
             else {
                 return false;
             };
-            let Some(new) = other(
-                r,
-                &[
-                    ReduceKind::Sum,
-                    ReduceKind::Max,
-                    ReduceKind::Min,
-                    ReduceKind::LogSumExp,
-                ],
-                reduce,
-            ) else {
+            let Some(new) = other(r, &[Reduction::Sum, Reduction::Max, Reduction::Min], reduce)
+            else {
                 return false;
             };
             *reduce = new;

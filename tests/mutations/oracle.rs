@@ -13,7 +13,7 @@ use ir::program::{
     TemplateKind, Which,
 };
 use ir::reshard::LayoutStep;
-use ir::{BufferId, InstrId, ShardingSpec, StreamId, TransferId};
+use ir::{BufferId, DimSharding, InstrId, ShardingSpec, StreamId, TransferId};
 use std::collections::hash_map::DefaultHasher;
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{Hash, Hasher};
@@ -459,11 +459,16 @@ fn local(r: &mut Role, kind: &InstrKind, m: Option<u32>) -> Result<(), String> {
                 if item.input == item.output && !matches!(kind, CollectiveKind::AllReduce(_)) {
                     return Err("a collective destroys its operand".into());
                 }
-                results.push((
-                    item.output,
-                    print,
-                    item.step.apply(&before).ok_or("a step does not apply")?,
-                ));
+                let mut spec = item.step.apply(&before).ok_or("a step does not apply")?;
+                let mut print = print;
+                if matches!(
+                    (&item.step, kind),
+                    (LayoutStep::AllReduce { .. }, CollectiveKind::AllGather)
+                ) {
+                    spec.dims.insert(0, DimSharding::whole());
+                    print = hash(&("members", print, axes));
+                }
+                results.push((item.output, print, spec));
             }
             results
                 .into_iter()

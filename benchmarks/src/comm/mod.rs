@@ -19,7 +19,7 @@ use cost_model::presets::{Catalogue, Fitted, Parameters, with_hosts};
 use ir::cluster::Cluster;
 use ir::collective::CollectiveKind;
 use ir::mesh::{Axis, DeviceMesh};
-use ir::{AxisId, LogicalMesh, Rank, ReduceKind};
+use ir::{AxisId, LogicalMesh, Rank, Reduction};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
@@ -69,7 +69,7 @@ pub fn cases(rows: &[Row]) -> (Vec<Case>, Vec<(Row, &'static str)>) {
 }
 
 fn case(row: &Row) -> Result<Case, &'static str> {
-    const SUM: ReduceKind = ReduceKind::Sum;
+    const SUM: Reduction = Reduction::Sum;
     let what = match row.collective.as_str() {
         "all_reduce" => What::Collective(CollectiveKind::AllReduce(SUM)),
         "reduce_scatter" => What::Collective(CollectiveKind::ReduceScatter(SUM)),

@@ -1,7 +1,8 @@
 //! The lattice: what a copy of a buffer holds.
 
 use crate::facts::Facts;
-use ir::{BufferId, ValueId};
+use ir::sharding::reduce_name;
+use ir::{BufferId, ReduceKind, ValueId};
 
 /// The content of one copy of a buffer, seen from the microbatch that is played.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -21,6 +22,8 @@ pub(super) enum Held {
     Sum { root: ValueId },
     /// The share of a value that the parts `from..to` of a ring's chain give.
     Part { root: ValueId, from: u32, to: u32 },
+    /// The partial values of a group's members, one after the other, which so combine to a value.
+    Members { root: ValueId, kind: ReduceKind },
     /// The vector of a world sum.
     World,
 }
@@ -36,6 +39,10 @@ impl Held {
             Held::Sum { root } => format!("an incomplete sum `{}`", facts.name(root)),
             Held::Part { root, from, to } => {
                 format!("parts {from} to {to} of `{}`", facts.name(root))
+            }
+            Held::Members { root, kind } => {
+                let (name, kind) = (facts.name(root), reduce_name(kind));
+                format!("the members' parts of `{name}`, a {kind}")
             }
             Held::World => "the vector of a world sum".into(),
         }

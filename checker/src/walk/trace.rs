@@ -248,7 +248,7 @@ impl Trace<'_> {
                 Held::Stale
             }
             // What parts of an op give is of use to the others of its template alone.
-            Held::Part { .. } => Held::Undefined,
+            Held::Part { .. } | Held::Members { .. } => Held::Undefined,
             // After the microbatches a complete sum is the value that `StepEnd` reads.
             Held::Sum { root } if microbatch.is_none() && self.complete(b) => {
                 Held::Value { root, variant: 0 }

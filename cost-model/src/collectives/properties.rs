@@ -4,7 +4,7 @@
 use super::*;
 use ir::cluster::{InSwitch, Protocol, TreeChannel};
 use ir::mesh::{Axis, DeviceMesh};
-use ir::{Rank, ReduceKind};
+use ir::{Rank, Reduction};
 
 /// A linear congruential generator (Knuth's MMIX constants).
 struct Random(u64);
@@ -94,8 +94,8 @@ fn scene(r: &mut Random) -> (Cluster, LogicalMesh) {
 #[test]
 fn time_grows_with_size_and_an_all_reduce_takes_longest() {
     let kinds = [
-        CollectiveKind::AllReduce(ReduceKind::Sum),
-        CollectiveKind::ReduceScatter(ReduceKind::Sum),
+        CollectiveKind::AllReduce(Reduction::Sum),
+        CollectiveKind::ReduceScatter(Reduction::Sum),
         CollectiveKind::AllGather,
         CollectiveKind::AllToAll,
     ];
@@ -153,7 +153,7 @@ fn every_preset_prices_every_size() {
         let m = LogicalMesh::new(devices, vec![axis]).unwrap();
         let group = Group::new(&c, &m, &[AxisId(0)]);
         for kind in [
-            CollectiveKind::AllReduce(ReduceKind::Sum),
+            CollectiveKind::AllReduce(Reduction::Sum),
             CollectiveKind::AllGather,
             CollectiveKind::AllToAll,
         ] {

@@ -3,11 +3,11 @@
 use super::*;
 use ir::cluster::{InSwitch, Protocol, TreeChannel};
 use ir::mesh::{Axis, DeviceMesh};
-use ir::{DType, Rank, ReduceKind};
+use ir::{DType, Rank, Reduction};
 
 const GB: f64 = 1e9;
-const SUM: CollectiveKind = CollectiveKind::AllReduce(ReduceKind::Sum);
-const SCATTER: CollectiveKind = CollectiveKind::ReduceScatter(ReduceKind::Sum);
+const SUM: CollectiveKind = CollectiveKind::AllReduce(Reduction::Sum);
+const SCATTER: CollectiveKind = CollectiveKind::ReduceScatter(Reduction::Sum);
 
 /// Hosts of 8 with 100 GB/s and 1 us inside, 10 GB/s and 10 us between, half sizes zero.
 fn cluster(n_hosts: u32) -> Cluster {

@@ -15,6 +15,7 @@ pub use wire::{Wire, wires};
 use crate::classes::kinds_of_group;
 use crate::collectives::{Group, collective_time};
 use crate::{SimError, compute};
+use ir::Reduction;
 use ir::cluster::Cluster;
 use ir::collective::CollectiveKind;
 use ir::mesh::{Axis, DeviceMesh};
@@ -23,7 +24,6 @@ use ir::program::{
     Call, CollectiveItem, Event, InstrKind, Instruction, MAX_STREAMS, Program, RoleProgram, Space,
     TemplateKind,
 };
-use ir::sharding::ReduceKind;
 use ir::{AxisId, BufferId, DType, LogicalMesh, Rank, TransferId};
 use std::collections::HashMap;
 
@@ -338,7 +338,7 @@ impl RoleCosts<'_> {
                 (seconds, CostClass::Collective)
             }
             InstrKind::WorldSum { output, .. } => {
-                let kind = CollectiveKind::AllReduce(ReduceKind::Sum);
+                let kind = CollectiveKind::AllReduce(Reduction::Sum);
                 let seconds = collective_time(
                     &self.whole.seen_by(self.world.devices),
                     self.world,

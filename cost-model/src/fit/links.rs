@@ -8,7 +8,7 @@ use crate::collectives::collective_time;
 use ir::cluster::{Cluster, MeasuredPoint, SharedMemory};
 use ir::collective::CollectiveKind;
 use ir::mesh::{Axis, DeviceMesh};
-use ir::{AxisId, LogicalMesh, Rank, ReduceKind};
+use ir::{AxisId, LogicalMesh, Rank, Reduction};
 
 /// Sets the figures of the only level, from collectives, and from transfers where there are any.
 pub(super) fn links(points: &[MeasuredPoint], cluster: &mut Cluster) -> Result<(), FitError> {
@@ -44,8 +44,8 @@ const RATES: (f64, f64) = (13.8, 30.0);
 
 /// Collectives that have points; all but the last one reduce.
 pub(super) const KINDS: [CollectiveKind; 3] = [
-    CollectiveKind::AllReduce(ReduceKind::Sum),
-    CollectiveKind::ReduceScatter(ReduceKind::Sum),
+    CollectiveKind::AllReduce(Reduction::Sum),
+    CollectiveKind::ReduceScatter(Reduction::Sum),
     CollectiveKind::AllGather,
 ];
 

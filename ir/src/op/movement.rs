@@ -205,6 +205,10 @@ fn rule(b: &mut Builder, kind: &OpKind, x: &[TensorType], y: &[TensorType]) {
 fn work(op: &Lengths<'_>) -> Work {
     let (x, y) = (op.x, op.y);
     match op.kind {
+        OpKind::Reduce {
+            kind: ReduceKind::LogSumExp,
+            ..
+        } => op.vector(42.0, &x[0]),
         OpKind::Broadcast { .. }
         | OpKind::Reduce { .. }
         | OpKind::Reshape { .. }

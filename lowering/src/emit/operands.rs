@@ -1,10 +1,10 @@
 //! Operands in the specs that ops want: sources made at their use, layout changes replayed.
 
 use super::{Emitter, Located, serves};
-use crate::draft::{Lifetime, Serves};
+use crate::draft::{DraftBuffer, Lifetime, Serves};
 use crate::error::LowerError;
 use crate::uses::UseBy;
-use ir::program::{CollectiveItem, InstrKind};
+use ir::program::{CollectiveItem, InstrKind, Space};
 use ir::reshard::{LayoutStep, paths};
 use ir::{BufferId, Op, OpId, OpKind, ShardingSpec, StageId, ValueId};
 
@@ -127,7 +127,7 @@ impl<'a> Emitter<'_, 'a> {
             }
             let buffer = self.buffer(stage, v, &spec, Lifetime::ByUse);
             self.role(stage).changed.insert(key, buffer);
-            self.step(stage, &at, step, buffer, serves);
+            self.step((stage, v), &at, step, buffer, serves);
             Located { buffer, spec }
         })
     }
@@ -144,7 +144,7 @@ impl<'a> Emitter<'_, 'a> {
         steps.iter().fold(from, |at, step| {
             let spec = after(step, &at.spec);
             let buffer = self.buffer(stage, v, &spec, Lifetime::ByUse);
-            self.step(stage, &at, step, buffer, serves);
+            self.step((stage, v), &at, step, buffer, serves);
             Located { buffer, spec }
         })
     }
@@ -161,24 +161,25 @@ impl<'a> Emitter<'_, 'a> {
     ) {
         if let Some((last, before)) = steps.split_last() {
             let at = self.change_fresh(stage, v, from, before, serves);
-            self.step(stage, &at, last, output, serves);
+            self.step((stage, v), &at, last, output, serves);
         }
     }
 
     fn step(
         &mut self,
-        stage: StageId,
+        (stage, v): (StageId, ValueId),
         from: &Located,
         step: &LayoutStep,
         output: BufferId,
         serves: Serves,
     ) {
+        let members = self.members((stage, v), from, step);
         let kind = match step.collective(&from.spec) {
             Some(kind) => {
                 let item = CollectiveItem {
                     step: step.clone(),
                     input: from.buffer,
-                    output,
+                    output: members.as_ref().map_or(output, |m| m.0),
                 };
                 InstrKind::Collective {
                     kind,
@@ -193,6 +194,39 @@ impl<'a> Emitter<'_, 'a> {
             },
         };
         self.role(stage).push(kind, serves);
+        if let Some((members, op)) = members {
+            let combine = InstrKind::Compute {
+                path: self.r.producer(v).path.clone(),
+                kind: op,
+                inputs: vec![members],
+                outputs: vec![output],
+            };
+            self.role(stage).push(combine, serves);
+        }
+    }
+
+    /// A buffer for the values of all members, and the op that combines them, where no library has
+    /// the reduction that a step is.
+    fn members(
+        &mut self,
+        (stage, v): (StageId, ValueId),
+        from: &Located,
+        step: &LayoutStep,
+    ) -> Option<(BufferId, OpKind)> {
+        let r = self.r;
+        let members = step.members(&from.spec, &r.lens(v), r.mesh(stage))?;
+        let op = members.op();
+        let buffer = self.role(stage).add_buffer(DraftBuffer {
+            name: format!("{}.members", r.graph().value_name(v)),
+            dtype: r.graph().ty(v).dtype,
+            lens: members.lens,
+            spec: members.spec,
+            pieces: None,
+            lifetime: Lifetime::ByUse,
+            value: None,
+            space: Space::Device,
+        });
+        Some((buffer, op))
     }
 }
 

@@ -9,7 +9,7 @@ use ir::op::OpStrategy;
 use ir::plan::{Plan, relative_path};
 use ir::program::{InstrKind, Instruction, Program, RoleProgram, Slot, Template};
 use ir::training::TrainingGraph;
-use ir::{BufferId, InstrId, Op, OpId, OpKind, Region, ShardingSpec, ValueId};
+use ir::{BufferId, InstrId, Op, OpId, OpKind, ReduceKind, Region, ShardingSpec, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
 #[derive(Clone, Debug, PartialEq)]
@@ -20,6 +20,8 @@ enum What {
     Sum(ValueId, u32),
     Filled(f64),
     NormTerms,
+    /// The parts of a value that all members have.
+    Members(ValueId, Option<u32>),
 }
 
 #[derive(Clone, Debug)]
@@ -262,6 +264,22 @@ impl<'a> Referee<'a> {
                 outputs,
             } => {
                 let id = self.training.graph.find(path).unwrap();
+                if let OpKind::Reduce {
+                    kind: ReduceKind::LogSumExp,
+                    dims,
+                } = kind
+                {
+                    let mut held = self.read(role, inputs[0], m);
+                    let What::Members(v, m) = held.what else {
+                        panic!("`{path}` combines {:?}", held.what);
+                    };
+                    assert_eq!(
+                        (&dims[..], v),
+                        (&[0][..], self.training.graph.op(id).outputs[0])
+                    );
+                    held.spec.dims.remove(0);
+                    return self.write(role, outputs[0], m, What::Value(v, m), held.spec);
+                }
                 assert_eq!(*kind, self.training.graph.op(id).kind, "{path}");
                 self.compute(role, id, inputs, outputs, m);
             }
@@ -270,6 +288,17 @@ impl<'a> Referee<'a> {
                     let held = self.read(role, item.input, m);
                     assert_eq!(item.step.collective(&held.spec), Some(*kind));
                     assert_eq!(item.step.axes(), *axes);
+                    let to = self.roles[role].program.buffer(item.output);
+                    let from = self.roles[role].program.buffer(item.input);
+                    let mesh = &self.roles[role].program.mesh;
+                    if let Some(all) = item.step.members(&held.spec, &from.lens, mesh) {
+                        assert_eq!((&all.lens, &all.spec), (&to.lens, &to.spec));
+                        let What::Value(v, of) = held.what else {
+                            panic!("members have {:?}", held.what);
+                        };
+                        self.write(role, item.output, m, What::Members(v, of), all.spec);
+                        continue;
+                    }
                     self.change(role, item.input, item.output, &item.step, m, held);
                 }
             }

@@ -10,7 +10,7 @@ use ir::program::{
 use ir::reshard::LayoutStep;
 use ir::{
     AxisId, BufferId, DType, DimSharding, Dims, LogicalMesh, OpKind, Pass, Rank, ReduceKind,
-    ShardingSpec, StageId, StreamId, TemplateId,
+    Reduction, ShardingSpec, StageId, StreamId, TemplateId,
 };
 
 /// A measured instruction.
@@ -485,7 +485,7 @@ impl ProgramOfProbes {
                 partial: [(GROUP, ReduceKind::Sum)].into(),
                 ..whole.clone()
             };
-            let sum = ReduceKind::Sum;
+            let sum = Reduction::Sum;
             self.collective(
                 CollectiveKind::AllReduce(sum),
                 LayoutStep::AllReduce { axes: vec![GROUP] },
@@ -571,7 +571,7 @@ impl ProgramOfProbes {
             output,
         }];
         self.push(InstrKind::Collective {
-            kind: CollectiveKind::AllReduce(ReduceKind::Sum),
+            kind: CollectiveKind::AllReduce(Reduction::Sum),
             axes,
             items,
         });

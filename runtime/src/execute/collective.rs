@@ -12,7 +12,7 @@ use crate::cpu::layout::copy_region;
 use crate::error::RuntimeError;
 use ir::collective::CollectiveKind;
 use ir::reshard::Pieces;
-use ir::{DType, ReduceKind};
+use ir::{DType, Reduction};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
@@ -170,7 +170,7 @@ pub fn slice(
 ///
 /// # Panics
 /// If there are no members, or their sizes differ.
-pub fn combine(kind: ReduceKind, dtype: DType, members: &[&[u8]], out: &mut [u8]) {
+pub fn combine(kind: Reduction, dtype: DType, members: &[&[u8]], out: &mut [u8]) {
     if dtype == DType::F32 {
         let members: Vec<&[f32]> = members.iter().map(|m| bytemuck::cast_slice(m)).collect();
         return combine_f32(kind, &members, bytemuck::cast_slice_mut(out));
@@ -186,7 +186,7 @@ pub fn combine(kind: ReduceKind, dtype: DType, members: &[&[u8]], out: &mut [u8]
 const COMBINED_AT_ONCE: usize = 2048;
 
 /// [`combine`] where nothing is converted, and so nothing allocated.
-fn combine_f32(kind: ReduceKind, members: &[&[f32]], out: &mut [f32]) {
+fn combine_f32(kind: Reduction, members: &[&[f32]], out: &mut [f32]) {
     for (i, total) in out.chunks_mut(COMBINED_AT_ONCE).enumerate() {
         let at = i * COMBINED_AT_ONCE..i * COMBINED_AT_ONCE + total.len();
         total.copy_from_slice(&members[0][at.clone()]);
@@ -196,37 +196,29 @@ fn combine_f32(kind: ReduceKind, members: &[&[f32]], out: &mut [f32]) {
     }
 }
 
-fn add(kind: ReduceKind, total: &mut [f32], member: &[f32]) {
+fn add(kind: Reduction, total: &mut [f32], member: &[f32]) {
     assert_eq!(total.len(), member.len(), "members bring equal buffers");
     for (a, &b) in total.iter_mut().zip(member) {
         *a = combined(kind, *a, b);
     }
 }
 
-fn combined(kind: ReduceKind, a: f32, b: f32) -> f32 {
+fn combined(kind: Reduction, a: f32, b: f32) -> f32 {
     match kind {
-        ReduceKind::Sum => a + b,
+        Reduction::Sum => a + b,
         // A comparison with NaN is false: NaN must win, as in the kernels.
-        ReduceKind::Max => {
+        Reduction::Max => {
             if a >= b || a.is_nan() {
                 a
             } else {
                 b
             }
         }
-        ReduceKind::Min => {
+        Reduction::Min => {
             if a <= b || a.is_nan() {
                 a
             } else {
                 b
-            }
-        }
-        ReduceKind::LogSumExp => {
-            let (high, low) = if a >= b { (a, b) } else { (b, a) };
-            if low == f32::NEG_INFINITY {
-                high
-            } else {
-                high + (low - high).exp().ln_1p()
             }
         }
     }
@@ -334,23 +326,10 @@ mod tests {
             );
             out
         };
-        assert_eq!(run(ReduceKind::Sum), [2.0, 2e8]);
-        assert_eq!(run(ReduceKind::Max), [3.0, 2e8]);
-        assert_eq!(run(ReduceKind::Min), [-2.0, 1.0]);
-        let expected = (1f64.exp() + 3f64.exp() + (-2f64).exp()).ln();
-        assert!((f64::from(run(ReduceKind::LogSumExp)[0]) - expected).abs() < 1e-6);
-    }
-
-    #[test]
-    fn a_log_sum_exp_of_nothing_is_minus_infinity() {
-        assert_eq!(
-            combined(ReduceKind::LogSumExp, f32::NEG_INFINITY, f32::NEG_INFINITY),
-            f32::NEG_INFINITY
-        );
-        assert_eq!(combined(ReduceKind::LogSumExp, f32::NEG_INFINITY, 2.0), 2.0);
-        assert!(combined(ReduceKind::LogSumExp, f32::NAN, 2.0).is_nan());
-        assert!(combined(ReduceKind::LogSumExp, 2.0, f32::NAN).is_nan());
-        assert!(combined(ReduceKind::Max, 1.0, f32::NAN).is_nan());
+        assert_eq!(run(Reduction::Sum), [2.0, 2e8]);
+        assert_eq!(run(Reduction::Max), [3.0, 2e8]);
+        assert_eq!(run(Reduction::Min), [-2.0, 1.0]);
+        assert!(combined(Reduction::Max, 1.0, f32::NAN).is_nan());
     }
 
     #[test]
@@ -370,7 +349,7 @@ mod tests {
             .collect();
         let mut out = [0u64];
         combine(
-            ReduceKind::Sum,
+            Reduction::Sum,
             DType::Bf16,
             &aligned,
             &mut bytemuck::cast_slice_mut(&mut out)[..2],

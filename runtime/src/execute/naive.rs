@@ -432,6 +432,28 @@ impl Lowering<'_> {
                         let b = &this.buffers[b.index()];
                         b.spec.local_shape(&b.lens, &this.mesh)
                     };
+                    if let Some(members) = step.members(&before.spec, &before.lens, &this.mesh) {
+                        let (name, op) = (format!("{}.members", before.name), members.op());
+                        let (lens, spec) = (members.lens, members.spec);
+                        let gathered = this.buffer(name, before.dtype, lens, spec, class);
+                        let items = vec![CollectiveItem {
+                            step: step.clone(),
+                            input: from,
+                            output: gathered,
+                        }];
+                        this.push(template, InstrKind::Collective { kind, axes, items });
+                        this.push(
+                            template,
+                            InstrKind::Compute {
+                                path: before.name,
+                                kind: op,
+                                inputs: vec![gathered],
+                                outputs: vec![output],
+                            },
+                        );
+                        from = output;
+                        continue;
+                    }
                     let n = this.mesh.size(axes[0]) as u32;
                     let pieces = step.pieces(n, &part(from), &part(output));
                     let [input, result] = [(pieces[0], from), (pieces[1], output)]

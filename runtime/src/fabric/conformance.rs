@@ -4,7 +4,7 @@
 //!
 //! Results are worked out here element by element, from the definition of the collective. Where a
 //! fabric sums in an order of its own ([`Order::Library`]) they may differ by rounding, but never
-//! between the members of a group. So may logarithms of sums of exponentials on every fabric.
+//! between the members of a group.
 
 use super::{
     Call, CallKind, Collective, Exchange, Fabric, Item, Moved, Order, Places, Rows, RuntimeError,
@@ -13,7 +13,7 @@ use crate::device::{Device, Place, Space};
 use crate::execute::{Local, narrow, widen};
 use ir::collective::CollectiveKind::{self, AllGather, AllReduce, AllToAll, ReduceScatter, Shift};
 use ir::reshard::Tile;
-use ir::{DType, LocalRange, Rank, ReduceKind, StreamId};
+use ir::{DType, LocalRange, Rank, Reduction, StreamId};
 use std::sync::{Arc, Barrier, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -237,27 +237,11 @@ fn loaded(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     widen(dtype, aligned).into_owned()
 }
 
-/// Numbers that a rank brings to a sum of exponentials: some are minus infinity, which adds
-/// nothing, and of some elements all ranks bring it.
-fn logarithms(dtype: DType, rank: Rank, elements: usize) -> Vec<u8> {
-    let mut values = loaded(dtype, &numbers(dtype, rank, elements));
-    for (i, x) in values.iter_mut().enumerate() {
-        if i % 7 == 3 || i % 5 == rank.0 as usize {
-            *x = f32::NEG_INFINITY;
-        }
-    }
-    stored(dtype, &values)
-}
-
-fn reduced(kind: ReduceKind, terms: impl Iterator<Item = f32>) -> f32 {
+fn reduced(kind: Reduction, terms: impl Iterator<Item = f32>) -> f32 {
     let all = match kind {
-        ReduceKind::Sum => terms.reduce(|a, b| a + b),
-        ReduceKind::Max => terms.reduce(f32::max),
-        ReduceKind::Min => terms.reduce(f32::min),
-        ReduceKind::LogSumExp => {
-            let sum: f64 = terms.map(|x| f64::from(x).exp()).sum();
-            Some(sum.ln() as f32)
-        }
+        Reduction::Sum => terms.reduce(|a, b| a + b),
+        Reduction::Max => terms.reduce(f32::max),
+        Reduction::Min => terms.reduce(f32::min),
     };
     all.unwrap_or(0.0)
 }
@@ -315,12 +299,7 @@ fn every_collective_of_every_type_and_size<D: Device, F: Fabric<D>>(open: Open<'
         vec![2, 0, 1],
         vec![0, 1, 2, 3, 4],
     ];
-    let reductions = [
-        ReduceKind::Sum,
-        ReduceKind::Max,
-        ReduceKind::Min,
-        ReduceKind::LogSumExp,
-    ];
+    let reductions = [Reduction::Sum, Reduction::Max, Reduction::Min];
     let mut kinds = vec![AllGather, AllToAll, Shift];
     kinds.extend(reductions.map(AllReduce));
     kinds.extend(reductions.map(ReduceScatter));
@@ -363,7 +342,7 @@ fn one_collective<D: Device, F: Fabric<D>>(
     member: &mut Member<D, F>,
     group: &[Rank],
     me: usize,
-    (kind, reduce): (CollectiveKind, Option<ReduceKind>),
+    (kind, reduce): (CollectiveKind, Option<Reduction>),
     dtype: DType,
     shapes: [Shape; 2],
 ) {
@@ -382,11 +361,7 @@ fn one_collective<D: Device, F: Fabric<D>>(
         operand,
         result,
     };
-    let bring = match reduce {
-        Some(ReduceKind::LogSumExp) => logarithms,
-        _ => numbers,
-    };
-    let operands: Vec<Vec<u8>> = group.iter().map(|&r| bring(dtype, r, elements)).collect();
+    let operands: Vec<Vec<u8>> = group.iter().map(|&r| numbers(dtype, r, elements)).collect();
     let sources = sources(kind, (n, me), shapes);
     let what = format!("{} over {group:?}, {shapes:?}", kind.name());
     let got = member
@@ -416,11 +391,9 @@ fn one_collective<D: Device, F: Fabric<D>>(
             reduced(reduce, terms)
         })
         .collect();
-    match (member.fabric.order(), reduce) {
-        (Order::Fixed, ReduceKind::Sum | ReduceKind::Max | ReduceKind::Min) => {
-            assert_eq!(got, stored(dtype, &expected), "{what}");
-        }
-        (Order::Library, _) | (_, ReduceKind::LogSumExp) => {
+    match member.fabric.order() {
+        Order::Fixed => assert_eq!(got, stored(dtype, &expected), "{what}"),
+        Order::Library => {
             let rounding = match dtype {
                 DType::F32 => 1e-6,
                 _ => 1e-2,
@@ -465,7 +438,7 @@ fn together<D: Device, F: Fabric<D>>(
             at = (at + bytes.len()).next_multiple_of(8);
         }
         let items = sizes.iter().map(|&(dtype, n)| whole(dtype, n)).collect();
-        let of = collective(AllReduce(ReduceKind::Sum), &group, items);
+        let of = collective(AllReduce(Reduction::Sum), &group, items);
         let both = Places {
             inputs: places.clone(),
             outputs: places.clone(),
@@ -520,7 +493,7 @@ fn groups_meet_at_the_same_time<D: Device, F: Fabric<D>>(open: Open<'_, D, F>) {
             }
         }
         let all = ranks(&[0, 1, 2, 3]);
-        let of = collective(AllReduce(ReduceKind::Max), &all, vec![whole(DType::F32, 1)]);
+        let of = collective(AllReduce(Reduction::Max), &all, vec![whole(DType::F32, 1)]);
         let most = member.collect(of, &(me.0 as f32).to_le_bytes(), 4);
         assert_eq!(most.expect("all meet"), 3f32.to_le_bytes());
     });
@@ -537,7 +510,7 @@ fn communicators_of_one_group_meet_in_any_order<D: Device, F: Fabric<D>>(open: O
             let at = place(8 * number as usize, 4);
             member.set(at, &(number as f32).to_le_bytes());
             let mut of = collective(
-                AllReduce(ReduceKind::Sum),
+                AllReduce(Reduction::Sum),
                 &group,
                 vec![whole(DType::F32, 1)],
             );
@@ -776,9 +749,9 @@ fn since_1970(at: SystemTime) -> u128 {
 }
 
 fn other_calls_are_told<D: Device, F: Fabric<D>>(open: Open<'_, D, F>, apart: Option<Gather<'_>>) {
-    let sum = AllReduce(ReduceKind::Sum);
+    let sum = AllReduce(Reduction::Sum);
     let cases = [
-        (AllReduce(ReduceKind::Max), vec![whole(DType::F32, 4)]),
+        (AllReduce(Reduction::Max), vec![whole(DType::F32, 4)]),
         (AllGather, vec![whole(DType::F32, 4)]),
         (sum, vec![whole(DType::F32, 3)]),
         (sum, vec![whole(DType::Bf16, 4)]),

@@ -21,7 +21,7 @@ use crate::execute::Local;
 use crate::execute::collective::Rows;
 use ir::collective::CollectiveKind;
 use ir::reshard::Tile;
-use ir::{DType, Rank, ReduceKind, StreamId};
+use ir::{DType, Rank, Reduction, StreamId};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::time::Duration;
@@ -126,7 +126,7 @@ impl Call {
         Call {
             what: what.into(),
             kind: CallKind::Collective(Collective {
-                kind: CollectiveKind::AllReduce(ReduceKind::Sum),
+                kind: CollectiveKind::AllReduce(Reduction::Sum),
                 group,
                 number,
                 items: lens.iter().map(item).collect(),

@@ -98,7 +98,7 @@ pub(super) fn lie(lens: impl Iterator<Item = usize>) -> Vec<Range<usize>> {
 mod tests {
     use super::*;
     use crate::execute::collective::Rows;
-    use ir::{DType, Rank, ReduceKind};
+    use ir::{DType, Rank, Reduction};
 
     fn of(kind: CollectiveKind, elements: usize, operand: Rows) -> Collective {
         let item = Item {
@@ -117,7 +117,7 @@ mod tests {
 
     #[test]
     fn only_what_is_read_is_needed() {
-        let sum = ReduceKind::Sum;
+        let sum = Reduction::Sum;
         let rows = Rows { rows: 2, n: 3 };
         let scattered = of(CollectiveKind::ReduceScatter(sum), 12, rows);
         let pieces = needed(&scattered, (0, 1), false, 48);

@@ -35,7 +35,7 @@ use crate::execute::{Local, collective};
 use crate::processes::{Head, Letter, Parts};
 use ir::collective::CollectiveKind;
 use ir::reshard::Tile;
-use ir::{Rank, ReduceKind, StreamId};
+use ir::{Rank, Reduction, StreamId};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -728,7 +728,7 @@ impl Endpoint {
     /// This member's part of a two-phase all-reduce: its chunk of every item.
     fn reduce_part(
         &mut self,
-        reduce: ReduceKind,
+        reduce: Reduction,
         of: &Collective,
         (members, inputs): (&[Contribution], &[Range<usize>]),
         me: usize,

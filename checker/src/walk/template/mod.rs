@@ -100,6 +100,7 @@ impl Run<'_, '_> {
                 outputs,
             } => match self.is_of_ring(path, kind) {
                 true => self.ring(path, kind, inputs, outputs),
+                false if self.combines(inputs) => self.combined(path, kind, (inputs, outputs)),
                 false => self.compute(path, kind, inputs, outputs),
             },
             InstrKind::Collective { kind, axes, items } => self.collective(*kind, axes, items),

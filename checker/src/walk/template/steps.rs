@@ -5,7 +5,7 @@ use crate::walk::held::Held;
 use ir::collective::CollectiveKind;
 use ir::program::{CollectiveItem, TemplateKind};
 use ir::reshard::LayoutStep;
-use ir::{AxisId, BufferId, ShardingSpec, ValueId};
+use ir::{AxisId, BufferId, DimSharding, OpKind, ShardingSpec, ValueId};
 
 impl Run<'_, '_> {
     pub(super) fn collective(
@@ -59,8 +59,114 @@ impl Run<'_, '_> {
             if expected != Some(kind) {
                 return self.wrong("collective", format!("{expected:?}"), format!("{kind:?}"));
             }
+            if let (LayoutStep::AllReduce { axes }, CollectiveKind::AllGather) = (&item.step, kind)
+            {
+                return self.gathered(axes, &before, item);
+            }
         }
         self.stepped(&item.step, item.input, item.output)
+    }
+
+    /// Checks that the partial values of a group's members come to stand one after the other, along
+    /// a dim before those of the value.
+    fn gathered(&mut self, axes: &[AxisId], before: &ShardingSpec, item: &CollectiveItem) -> Held {
+        let role = self.site.role;
+        let (from, to) = (role.buffer(item.input), role.buffer(item.output));
+        let kind = axes.first().and_then(|a| before.partial.get(a)).copied();
+        let held = self.held(item.input);
+        let (Some(kind), Held::Value { root, .. }) = (kind, held) else {
+            let found = format!(
+                "{} in {}",
+                held.describe(self.site.facts),
+                self.name(item.input)
+            );
+            return self.wrong("operand", "a partial value", found);
+        };
+        let Some(whole) = self.after(&item.step, before) else {
+            return Held::Poison;
+        };
+        let n: u64 = axes.iter().map(|a| role.mesh.size(*a)).product();
+        let mut spec = whole;
+        spec.dims.insert(0, DimSharding::whole());
+        let lens = [&[n], &from.lens[..]].concat();
+        if from.dtype != to.dtype || lens != to.lens || spec != to.spec {
+            let shown = |lens: &[u64], spec| format!("{lens:?} {}", self.show(spec));
+            let expected = format!("{}{}", from.dtype.name(), shown(&lens, &spec));
+            let found = format!("{}{}", to.dtype.name(), shown(&to.lens, &to.spec));
+            let found = format!("{found} in {}", self.name(item.output));
+            return self.wrong("type", expected, found);
+        }
+        Held::Members { root, kind }
+    }
+
+    /// Whether an op combines what members have gathered.
+    pub(super) fn combines(&self, inputs: &[BufferId]) -> bool {
+        matches!(inputs, [b] if matches!(self.held(*b), Held::Members { .. }))
+    }
+
+    /// The content of the result of an op that combines the members' values.
+    pub(super) fn combined(
+        &mut self,
+        path: &str,
+        op: &OpKind,
+        (inputs, outputs): (&[BufferId], &[BufferId]),
+    ) {
+        let held = self.combination(path, op, inputs, outputs);
+        match outputs {
+            [output] => self.write(&[(*output, held)]),
+            _ => self.poison(outputs),
+        }
+    }
+
+    fn combination(
+        &mut self,
+        path: &str,
+        op: &OpKind,
+        inputs: &[BufferId],
+        outputs: &[BufferId],
+    ) -> Held {
+        let (&[input], &[output]) = (inputs, outputs) else {
+            return self.wrong("arity", "one result", format!("{}", outputs.len()));
+        };
+        let Held::Members { root, kind } = self.held(input) else {
+            return Held::Poison;
+        };
+        let expected = OpKind::Reduce {
+            kind,
+            dims: vec![0],
+        };
+        let facts = self.site.facts;
+        let of = facts.graph.find(path).map(|id| facts.graph.op(id));
+        let is_its = of.is_some_and(|op| op.outputs.iter().any(|&v| facts.root(v) == root));
+        if *op != expected || !is_its {
+            let expected = format!("{expected:?} of `{}`", facts.name(root));
+            return self.wrong("op", expected, format!("{op:?} of `{path}`"));
+        }
+        let (from, to) = (self.site.role.buffer(input), self.site.role.buffer(output));
+        let mut spec = from.spec.clone();
+        spec.dims.remove(0);
+        if from.dtype != to.dtype || from.lens[1..] != to.lens[..] || spec != to.spec {
+            let shown = |lens: &[u64], spec| format!("{lens:?} {}", self.show(spec));
+            let expected = format!("{}{}", from.dtype.name(), shown(&from.lens[1..], &spec));
+            let found = format!("{}{}", to.dtype.name(), shown(&to.lens, &to.spec));
+            let found = format!("{found} in {}", self.name(output));
+            return self.wrong("type", expected, found);
+        }
+        Held::Value { root, variant: 0 }
+    }
+
+    /// The spec after a step; `None`, with the reason reported, where it does not apply.
+    fn after(&mut self, step: &LayoutStep, before: &ShardingSpec) -> Option<ShardingSpec> {
+        let after = step.apply(before);
+        if after.is_none() {
+            let shown = self.show(before);
+            self.wrong(
+                "step",
+                format!("a step that applies to {shown}"),
+                format!("{step:?}"),
+            );
+        }
+        after
     }
 
     /// Returns the content that a layout step leaves in its output.
@@ -84,13 +190,8 @@ impl Run<'_, '_> {
             }
         }
         let before = self.spec(input, variant).clone();
-        let Some(after) = step.apply(&before) else {
-            let shown = self.show(&before);
-            return self.wrong(
-                "step",
-                format!("a step that applies to {shown}"),
-                format!("{step:?}"),
-            );
+        let Some(after) = self.after(step, &before) else {
+            return Held::Poison;
         };
         match (self.lands(root, &after, input, output), self.held(input)) {
             (Held::Value { .. }, part @ Held::Part { .. }) => part,

@@ -13,6 +13,7 @@ use std::fmt::Write;
 
 /// The layout change that needs no communication.
 const SLICE: &str = "local_slice";
+const MEMBERS: &str = "(members)";
 
 impl Printer<'_> {
     /// Instruction `id` of its template.
@@ -86,7 +87,13 @@ impl Printer<'_> {
                     | CollectiveKind::AllToAll
                     | CollectiveKind::Shift => String::new(),
                 };
-                let items = items.iter().map(|i| moved(i.input, i.output, &i.step));
+                let item = |i: &CollectiveItem| match (kind, &i.step) {
+                    (CollectiveKind::AllGather, LayoutStep::AllReduce { .. }) => {
+                        format!("{} -> {} {MEMBERS}", i.input, i.output)
+                    }
+                    _ => moved(i.input, i.output, &i.step),
+                };
+                let items = items.iter().map(item);
                 let (name, over, items) = (kind.name(), self.over(axes), list(items));
                 format!("{name}{reduction}{over}: {items}")
             }
@@ -360,8 +367,9 @@ impl Parser<'_> {
         role: &RoleProgram,
     ) -> Result<CollectiveItem, ParseError> {
         let (input, output) = (self.buffer(role)?, self.result(role)?);
+        let gathers_members = name == "all_gather" && self.s.eat(MEMBERS);
         let step = match *axes {
-            _ if name == "all_reduce" => LayoutStep::AllReduce {
+            _ if name == "all_reduce" || gathers_members => LayoutStep::AllReduce {
                 axes: axes.to_vec(),
             },
             [axis] => {

@@ -49,7 +49,8 @@
 //! *An instruction* has an operation, operands, `->`, results, for ops the path in the training
 //! graph behind `@`, and in brackets its stream, pass, layer, and what it waits for. Ops have
 //! attributes as in the text of graphs. An item of a collective says in parentheses what of its
-//! layout step the collective does not say; `local_slice` is the step without communication.
+//! layout step the collective does not say: `(members)` is a gather of partial values, which the op
+//! behind it combines. `local_slice` is the step without communication.
 //!
 //! *Waits* stand behind `after`: `i3` is an instruction of the same slot; `all kernels` is what
 //! earlier slots have put on a stream; `i4 of F1` is an instruction of the latest slot that plays
@@ -74,6 +75,7 @@ mod print;
 pub use parse::parse;
 pub use print::{print, print_rank};
 
+use crate::collective::Reduction;
 use crate::op::InputKind;
 use crate::program::{Space, TemplateKind};
 use crate::sharding::{ReduceKind, reduce_name};
@@ -106,9 +108,15 @@ const INPUTS: [(InputKind, &str); 3] = [
     (InputKind::Images, "images"),
 ];
 
-fn reductions() -> [(ReduceKind, &'static str); 4] {
+/// How partial values combine, which may be as no collective does.
+fn partials() -> [(ReduceKind, &'static str); 4] {
     use ReduceKind::{LogSumExp, Max, Min, Sum};
     [Sum, Max, Min, LogSumExp].map(|kind| (kind, reduce_name(kind)))
+}
+
+fn reductions() -> [(Reduction, &'static str); 3] {
+    use Reduction::{Max, Min, Sum};
+    [Sum, Max, Min].map(|kind| (kind, kind.name()))
 }
 
 /// Items with commas between them.

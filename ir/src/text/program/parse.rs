@@ -1,6 +1,6 @@
 //! Parsing of what is left when repeats are written out.
 
-use super::{OTHER_SPACES, STATES, TEMPLATES, reductions};
+use super::{OTHER_SPACES, STATES, TEMPLATES, partials};
 use crate::mesh::{Axis, DeviceMesh, LogicalMesh};
 use crate::program::{
     Buffer, BufferClass, Program, RoleProgram, Slot, Space, StateBuffer, Stream, Template,
@@ -405,7 +405,7 @@ impl Parser<'_> {
             let partial = self.commas(|p| {
                 let axis = p.axis(mesh)?;
                 p.s.expect(":")?;
-                Ok((axis, p.s.choice("the reduction", &reductions())?))
+                Ok((axis, p.s.choice("the reduction", &partials())?))
             })?;
             spec.partial = partial.into_iter().collect();
             self.s.expect(")")?;

@@ -5,8 +5,8 @@ use ir::StreamId;
 use ir::program::{CollectiveItem, Template};
 use ir::reshard::LayoutStep;
 use ir::{
-    Axis, AxisId, BufferId, DType, DeviceMesh, LayerId, LogicalMesh, Pass, Rank, ReduceKind,
-    Region, ShardingSpec, StageId,
+    Axis, AxisId, BufferId, DType, DeviceMesh, LayerId, LogicalMesh, Pass, Rank, Reduction, Region,
+    ShardingSpec, StageId,
 };
 
 /// Elements of f32 tensors of 1, 10 and 25 MiB.
@@ -98,7 +98,7 @@ impl Backward {
         });
     }
     fn reduce(&mut self, b: BufferId) {
-        self.collective(CollectiveKind::AllReduce(ReduceKind::Sum), b, b);
+        self.collective(CollectiveKind::AllReduce(Reduction::Sum), b, b);
     }
     /// Gathers a parameter and uses it.
     fn parameter(&mut self, name: &str, elements: u64) {
@@ -210,7 +210,7 @@ fn a_second_reduction_of_a_gradient_follows_the_first() {
             b.buffer(&piece, MIDDLE, Lifetime::ByUse),
         );
         b.op("x", name);
-        b.collective(CollectiveKind::ReduceScatter(ReduceKind::Sum), whole, part);
+        b.collective(CollectiveKind::ReduceScatter(Reduction::Sum), whole, part);
         b.reduce(part);
     }
     assert_eq!(

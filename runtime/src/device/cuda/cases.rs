@@ -333,6 +333,13 @@ pub(super) fn cases(t: DType) -> Vec<Case> {
             .collect();
         add(OpKind::Reduce { kind, dims }, &[p(&padded)], &[p(&kept)]);
     }
+    // The values of the members of a group.
+    let (kind, dims) = (ReduceKind::LogSumExp, vec![0]);
+    add(
+        OpKind::Reduce { kind, dims },
+        &[s(&[3, 2, 5])],
+        &[s(&[2, 5])],
+    );
     // Products.
     for (text, l, r, y) in [
         (

@@ -1,7 +1,7 @@
 //! The parts of a rank's device that a fabric on the GPU needs: addresses, streams, memory of a
 //! stream, and a few moves of elements.
 
-use super::args::{Call, REDUCE, Span, Step, type_name};
+use super::args::{Span, Step};
 use super::library::failed;
 use super::{Cuda, ops};
 use crate::device::{Place, Space};
@@ -127,23 +127,6 @@ impl Cuda {
         let (from, to) = (span(from, of.bytes()), span(to, of.whole()));
         let step = ops::lay(of.dtype.bytes(), (&of.dims, &of.start, &of.len), from, to);
         self.run(stream, &[step])
-    }
-    /// The logarithms of sums of exponentials of `n` members' elements, `apart` elements from one
-    /// member's to the next one's.
-    pub(crate) fn log_sum_exp(
-        &mut self,
-        stream: StreamId,
-        dtype: DType,
-        [n, elements, apart]: [usize; 3],
-        (from, to): (u64, u64),
-    ) -> Result<(), RuntimeError> {
-        let (size, name) = (dtype.bytes() as usize, type_name(dtype));
-        let from = span(from, ((n - 1) * apart + elements) * size);
-        let call = Call::each(REDUCE, "members_log_sum_exp", elements)
-            .x(0, (from, name))
-            .y(0, (span(to, elements * size), name))
-            .n(0, &[elements, n, apart].map(|n| n as i64));
-        self.run(stream, &[Step::Call(call)])
     }
 }
 

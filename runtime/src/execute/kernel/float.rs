@@ -349,6 +349,11 @@ impl Call<'_> {
                 }
                 layout::reduce_max(&x, &shape, dims, out);
             }
+            // Of what the members of a group have, one after the other.
+            ReduceKind::LogSumExp if *dims == [0] => {
+                let parts: Vec<&[f32]> = x.chunks_exact(out.len().max(1)).collect();
+                loss::combine_log_sum_exp(&parts, out);
+            }
             other => return Err(self.error(format!("no kernel for a reduction by {other:?}"))),
         }
         Ok(())

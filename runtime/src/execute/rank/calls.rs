@@ -4,8 +4,9 @@ use crate::error::RuntimeError;
 use crate::execute::Local;
 use crate::execute::collective::Rows;
 use crate::fabric::{Call, CallKind, Collective, Exchange, Item, Moved};
+use ir::collective::CollectiveKind;
 use ir::program::{InstrKind, Instruction, Program, RoleProgram, Transfer};
-use ir::reshard::{Placement, Tile, tiles_from, tiles_to};
+use ir::reshard::{LayoutStep, Placement, Tile, tiles_from, tiles_to};
 use ir::{AxisId, BufferId, Rank, StageId, TransferId};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -57,7 +58,13 @@ impl Calling<'_> {
             InstrKind::Collective { kind, axes, items } => {
                 let group = self.role.mesh.group(self.rank, axes).unwrap_or_default();
                 let item = |i: &ir::program::CollectiveItem| {
-                    let [cut, joined] = i.step.cuts();
+                    let [cut, joined] = match (kind, &i.step) {
+                        // The members' values stand one after the other.
+                        (CollectiveKind::AllGather, LayoutStep::AllReduce { .. }) => {
+                            [None, Some(0)]
+                        }
+                        _ => i.step.cuts(),
+                    };
                     let operand = self.role.buffer(i.input);
                     Item {
                         dtype: operand.dtype,

@@ -3,8 +3,7 @@
 //!
 //! NCCL's buffers are one piece, so pieces that stand in rows and blocks of exchanges that are none
 //! go through the stream's staging memory. So do operands that a result overlaps where NCCL does not
-//! work in place. A logarithm of sums of exponentials, which NCCL lacks, is a gathering of all
-//! operands and a kernel that combines them.
+//! work in place.
 
 use super::library::Entry;
 use crate::device::cuda::Region;
@@ -14,7 +13,7 @@ use crate::fabric::threads::{extent, within};
 use crate::fabric::{Call, CallKind, Collective, Exchange, Item};
 use ir::collective::CollectiveKind;
 use ir::reshard::Tile;
-use ir::{DType, Rank, ReduceKind};
+use ir::{DType, Rank, Reduction};
 use std::ffi::c_int;
 use std::ops::Range;
 
@@ -53,14 +52,6 @@ pub(super) enum Move {
         from: Spot,
         to: Spot,
     },
-    /// The logarithms of sums of exponentials over so many members, of so many elements, the
-    /// members' so many apart.
-    LogSumExp {
-        dtype: DType,
-        sizes: [usize; 3],
-        from: Spot,
-        to: Spot,
-    },
 }
 
 /// One call of a group, at spots.
@@ -95,13 +86,12 @@ fn number(dtype: DType) -> c_int {
     }
 }
 
-/// NCCL's number of a reduction, which [`ReduceKind::LogSumExp`] is none.
-fn reduction(kind: ReduceKind) -> Option<c_int> {
+/// NCCL's number of a reduction.
+fn reduction(kind: Reduction) -> c_int {
     match kind {
-        ReduceKind::Sum => Some(0),
-        ReduceKind::Max => Some(2),
-        ReduceKind::Min => Some(3),
-        ReduceKind::LogSumExp => None,
+        Reduction::Sum => 0,
+        Reduction::Max => 2,
+        Reduction::Min => 3,
     }
 }
 
@@ -208,16 +198,13 @@ impl Plan {
             CollectiveKind::ReduceScatter(_) | CollectiveKind::AllToAll
         );
         let overlaps = input.start < output.end && output.start < input.end;
-        let in_place = match (kind, reduce.map(reduction)) {
-            (_, Some(None)) => true,
-            (CollectiveKind::AllReduce(_), _) => input.start == output.start,
-            (CollectiveKind::ReduceScatter(_), _) => {
+        let in_place = match kind {
+            CollectiveKind::AllReduce(_) => input.start == output.start,
+            CollectiveKind::ReduceScatter(_) => {
                 output.start == input.start + (me * piece * size) as u64
             }
-            (CollectiveKind::AllGather, _) => {
-                input.start == output.start + (me * all * size) as u64
-            }
-            _ => false,
+            CollectiveKind::AllGather => input.start == output.start + (me * all * size) as u64,
+            CollectiveKind::AllToAll | CollectiveKind::Shift => false,
         };
         if cuts && item.operand.rows > 1 {
             let packed = self.stage(bytes);
@@ -237,29 +224,13 @@ impl Plan {
             false => to,
         };
         match kind {
-            CollectiveKind::AllReduce(by) | CollectiveKind::ReduceScatter(by) => {
-                let scatters = matches!(kind, CollectiveKind::ReduceScatter(_));
-                match reduction(by) {
-                    Some(by) if scatters => {
-                        let what = Do::ReduceScatter(by);
-                        self.group.push((what, [from, to], piece, dtype));
-                    }
-                    Some(by) => self.group.push((Do::Reduce(by), [from, to], all, dtype)),
-                    None => {
-                        let gathered = self.stage(n * bytes);
-                        self.group.push((Do::Gather, [from, gathered], all, dtype));
-                        let (elements, first) = match scatters {
-                            true => (piece, me * piece * size),
-                            false => (all, 0),
-                        };
-                        self.after.push(Move::LogSumExp {
-                            dtype: item.dtype,
-                            sizes: [n, elements, all],
-                            from: gathered.plus(first),
-                            to,
-                        });
-                    }
-                }
+            CollectiveKind::AllReduce(by) => {
+                let what = Do::Reduce(reduction(by));
+                self.group.push((what, [from, to], all, dtype));
+            }
+            CollectiveKind::ReduceScatter(by) => {
+                let what = Do::ReduceScatter(reduction(by));
+                self.group.push((what, [from, to], piece, dtype));
             }
             CollectiveKind::AllGather => {
                 self.group.push((Do::Gather, [from, lands], all, dtype));
@@ -438,7 +409,7 @@ mod tests {
     #[test]
     fn what_nccl_can_do_in_place_is_not_copied() {
         let one = Rows::ONE;
-        let sum = CollectiveKind::AllReduce(ReduceKind::Sum);
+        let sum = CollectiveKind::AllReduce(Reduction::Sum);
         let plan = planned(sum, one, one, [0..80, 0..80]);
         assert_eq!((plan.before.len(), plan.staged), (0, 0));
         let at = Spot::At(0);
@@ -476,20 +447,5 @@ mod tests {
         );
         let arrives = (Do::Receive(1), [Spot::Staged(256 + 40); 2], 10, 7);
         assert_eq!(plan.group[3], arrives);
-    }
-
-    #[test]
-    fn what_nccl_lacks_is_made_of_what_it_has() {
-        let rows = Rows { rows: 1, n: 2 };
-        let kind = CollectiveKind::ReduceScatter(ReduceKind::LogSumExp);
-        let plan = planned(kind, rows, Rows::ONE, [0..80, 100..140]);
-        assert_eq!(plan.group[0].0, Do::Gather);
-        let combined = Move::LogSumExp {
-            dtype: DType::F32,
-            sizes: [2, 10, 20],
-            from: Spot::Staged(40),
-            to: Spot::At(100),
-        };
-        assert_eq!(plan.after, [combined]);
     }
 }

@@ -213,11 +213,5 @@ fn make(device: &mut Cuda, stream: StreamId, what: Move, staging: u64) -> Result
         Move::Clear { at, bytes } => device.clear(stream, at.address(staging), bytes),
         Move::Lift { of, from, to } => device.lift(stream, &of, both(from, to)),
         Move::Lay { of, from, to } => device.lay(stream, &of, both(from, to)),
-        Move::LogSumExp {
-            dtype,
-            sizes,
-            from,
-            to,
-        } => device.log_sum_exp(stream, dtype, sizes, both(from, to)),
     }
 }

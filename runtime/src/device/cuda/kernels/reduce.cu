@@ -54,15 +54,14 @@ KERNEL(reduce_few) {
     }
 }
 
-// The logarithm of the sum of exponentials over members, in their order: n = elements of y, members,
-// elements of a member, of which y has those from x's first on.
+// The logarithm of the sum of exponentials over members, in their order: n = elements of y, members.
 KERNEL(members_log_sum_exp) {
     In<T0> x(a.x[0]);
     Out<O0> y(a.y[0]);
     FOR_EACH(i, a.n[0]) {
         float total = x[i];
         for (i64 j = 1; j < a.n[1]; j++) {
-            const float v = x[j * a.n[2] + i];
+            const float v = x[j * a.n[0] + i];
             const float high = total >= v ? total : v, low = total >= v ? v : total;
             total = low == -INFINITE ? high : high + log1pf(expf(low - high));
         }

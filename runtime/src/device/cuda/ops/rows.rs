@@ -253,6 +253,7 @@ impl Op<'_> {
         let is_max = match kind {
             ReduceKind::Sum => false,
             ReduceKind::Max => true,
+            ReduceKind::LogSumExp if *reduced == [0] => return Ok(self.members_log_sum_exp()),
             other => {
                 return Err(self.error(format!("no kernel for a reduction by {other:?}")));
             }
@@ -288,6 +289,14 @@ impl Op<'_> {
             i64::from(is_max),
         ];
         Ok(self.operands(call).n(0, &head).n(5, &numbers))
+    }
+
+    /// Over dim 0, along which the values of the members of a group stand.
+    fn members_log_sum_exp(&self) -> Call {
+        let (members, n) = (self.x[0].dims().first().copied(), self.y[0].elements());
+        let call = Call::each(REDUCE, "members_log_sum_exp", n);
+        let numbers = [n, members.unwrap_or(0)].map(|n| n as i64);
+        self.operands(call).n(0, &numbers)
     }
 }
 
