@@ -41,9 +41,9 @@ const PAUSE: Duration = Duration::from_micros(50);
 /// So often is looked whether a process of this host has ended.
 #[cfg(target_os = "linux")]
 const LOOK_AROUND: Duration = Duration::from_millis(20);
-/// So many looks at the next process are one at all of the host.
+/// So many neighbours are looked at so often.
 #[cfg(target_os = "linux")]
-const LOOKS_OF_ALL: u32 = 50;
+const FEW: u32 = 8;
 /// So long the others leave it to the launcher to end them, once one of them says what happened.
 #[cfg(target_os = "linux")]
 const LEFT_TO_LAUNCHER: Duration = Duration::from_secs(5);
@@ -63,7 +63,7 @@ pub struct Departed {
     pub host: String,
 }
 
-/// The last words of the process before another one of the same host that has ended: all of
+/// The last words of the first process that is left on a host where another one has ended: all of
 /// them are about to be killed.
 pub type LastWords = Box<dyn FnOnce(Departed) + Send>;
 
@@ -298,7 +298,6 @@ struct Around {
     /// Those that were seen to have ended; what they sent before may still arrive.
     ended: Vec<(usize, Departed)>,
     looked: Instant,
-    looks: u32,
     last_words: Option<LastWords>,
 }
 
@@ -320,50 +319,41 @@ impl Around {
             all: others.map(find).collect(),
             ended: Vec::new(),
             looked: Instant::now(),
-            looks: 0,
             last_words,
         }
     }
-    /// The first process that is there, of those at these distances behind this one, which wraps
-    /// round.
-    fn there(&self, from: usize, mut places: impl Iterator<Item = usize>) -> Option<usize> {
-        let n = self.all.len();
-        let place = |k: usize| (from + k) % n;
-        let found = places.find(|&k| place(k) == self.me || self.all[place(k)].is_some());
-        found.map(place)
+    /// How often is looked: the more processes there are, the less often by each, as the looks of
+    /// all go with the square of their number.
+    fn period(&self) -> Duration {
+        let n = self.all.iter().flatten().count() as u32;
+        LOOK_AROUND * n.div_ceil(FEW).max(1)
     }
-    /// Whether this process is the last one before another that is there: it speaks of its end.
-    fn speaks_of(&self, process: usize) -> bool {
-        let n = self.all.len();
-        self.there(process, (1..n).rev()) == Some(self.me)
+    /// Whether this process is the first one that is left: it speaks of the end of another one.
+    fn speaks(&self) -> bool {
+        let first = self.all.iter().position(Option::is_some);
+        first.is_none_or(|p| p > self.me)
     }
-    /// Looks, when nothing has arrived, and it is time: at the next process that is there, and now
-    /// and then at all, so that many on one host do not look at each other all the time. Returns those
-    /// that had ended by the look before: nothing will arrive of them any more. One that has said so
-    /// before it ended is not among them.
+    /// Looks, when nothing has arrived, and it is time. Returns those that had ended by the look
+    /// before: nothing will arrive of them any more. One that has said so before it ended is not
+    /// among them. All others of the host have seen it by then, so that one of them speaks and no
+    /// other one takes that one's end for the first.
     fn look<T>(&mut self, open: &[Option<T>]) -> Vec<usize> {
-        if self.looked.elapsed() < LOOK_AROUND {
+        if self.looked.elapsed() < self.period() {
             return Vec::new();
         }
         let is_open = |process: usize| open.get(process).is_some_and(Option::is_some);
         let mut gone = std::mem::take(&mut self.ended);
         gone.retain(|(process, _)| is_open(*process));
         let first = gone.first();
-        if let Some(((process, departed), last_words)) =
+        if let Some(((_, departed), last_words)) =
             first.and_then(|first| Some((first, self.last_words.take()?)))
         {
-            match self.speaks_of(*process) {
+            match self.speaks() {
                 true => last_words(departed.clone()),
                 false => std::thread::sleep(LEFT_TO_LAUNCHER),
             }
         }
-        self.looks += 1;
-        let of_all = self.looks.is_multiple_of(LOOKS_OF_ALL);
-        let next = self.there(self.me, 1..self.all.len());
         for (process, place) in self.all.iter_mut().enumerate() {
-            if !of_all && next != Some(process) {
-                continue;
-            }
             let has_ended = |(neighbour, _): &mut (Neighbour, Departed)| neighbour.is_gone();
             let departed = place.take_if(has_ended);
             if let Some((_, departed)) = departed.filter(|_| is_open(process)) {
