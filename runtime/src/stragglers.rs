@@ -29,8 +29,6 @@ const WARM_UP: usize = 1;
 const SLOW: f64 = 1.5;
 /// How many times as long all wait, and by which share of the step longer, when a link is slow.
 const LONG_WAIT: (f64, f64) = (1.5, 0.2);
-/// Where all work so many times as long, their waits say nothing of links.
-const ALL_SLOW: f64 = 1.3;
 /// The part of what all wait longer that ranks stand in line for processors where the host is busy.
 const IN_LINE: f64 = 0.5;
 
@@ -228,8 +226,7 @@ impl Stragglers {
                 .fold(0.0, f64::max);
         let times = over(waits, waited);
         let longer = waits - slower * waited;
-        let is_long =
-            slower < ALL_SLOW && times >= LONG_WAIT.0 * slower && longer >= LONG_WAIT.1 * step;
+        let is_long = times >= LONG_WAIT.0 * slower && longer >= LONG_WAIT.1 * step;
         let is_suspect = is_long && self.suspects.is_empty();
         let was_suspect = std::mem::replace(&mut self.is_link_suspect, is_suspect);
         let reason = match in_line_s >= IN_LINE * longer {
