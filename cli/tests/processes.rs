@@ -1476,12 +1476,7 @@ fn a_process_at_half_its_speed_is_named_until_it_has_all_again() {
     if is_busy || others > MOST_OF_OTHERS {
         println!("not told: this machine has other work");
     } else {
-        assert_eq!(quiet.0, None, "{all}");
-        // Nobody is named. That all wait longer may be said: stopped alike, ranks of short steps wait
-        // more than their work grows.
-        for found in [alike.0, between.0] {
-            assert!(matches!(found, None | Some(2)), "{all}");
-        }
+        assert_eq!((quiet.0, alike.0, between.0), (None, None, None), "{all}");
         assert_eq!((named.0, over.0), (Some(0), Some(0)), "{all}");
     }
 }

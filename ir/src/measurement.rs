@@ -30,6 +30,10 @@ pub struct Measurement {
     pub validation: Vec<(u64, f64)>,
     /// Per stage, from the profiling steps.
     pub stages: Vec<StageMeasurement>,
+    /// Per rank, in the order of ranks; empty where the host does not see when a rank waits, as on
+    /// GPUs, and in documents of builds that did not say.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ranks: Vec<RankMeasurement>,
     /// Per instruction, from the profiling steps; empty when nothing was profiled.
     pub instructions: Vec<InstructionMeasurement>,
     /// Median step time without warm-up and profiling steps.
@@ -81,6 +85,22 @@ pub struct StageMeasurement {
     pub step_s: f64,
     /// Peak bytes of a rank: arena plus scratch space actually used.
     pub peak_bytes: Bytes,
+}
+
+/// One rank over the steps that are neither warm-up nor profiled.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct RankMeasurement {
+    /// Its number.
+    pub rank: u32,
+    /// Mean seconds of a step in which it worked.
+    pub work_s: f64,
+    /// Mean seconds of a step in which it waited for other ranks.
+    pub wait_s: f64,
+    /// The work of the fastest rank that does the same over its own, from 0 to 1: one that is twice
+    /// as slow has 0.5. Absent where no other rank does the same.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub score: Option<f64>,
 }
 
 /// One instruction over the profiled steps.

@@ -1,10 +1,13 @@
-//! Clocks: wall time, the processor time of a thread, and its time in line for a processor.
+//! Clocks: wall time, the processor time of a thread, its time in line for a processor, and the
+//! time in which its process stood still.
 //!
 //! Ranks that share processors are taken off them in the middle of an instruction, and waiting
 //! ranks let others run. Wall time therefore says how long something took on this machine with
 //! everything else that went on; processor time says how much work it was.
 
 use std::fs::File;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 /// A moment of the calling thread.
@@ -104,6 +107,43 @@ impl InLine {
     }
 }
 
+/// The time in which a process stood still: a signal had stopped it, its control group had used up
+/// its share of a processor, or the machine slept. A thread of it sleeps for a moment again and
+/// again until the last copy is dropped, and counts by how much it wakes too late.
+#[derive(Clone, Debug)]
+pub(crate) struct Standstill(Arc<AtomicU64>);
+
+impl Standstill {
+    /// How long the thread sleeps.
+    const TICK: Duration = Duration::from_millis(2);
+    /// How late it may wake for other reasons.
+    const LATE: Duration = Duration::from_millis(1);
+
+    /// Of this process, from now on. Where it may have no further thread, it never stands still.
+    pub fn begin() -> Self {
+        let late = Arc::new(AtomicU64::new(0));
+        let counted = Arc::downgrade(&late);
+        let ticks = move || {
+            while let Some(late) = counted.upgrade() {
+                let began = Instant::now();
+                std::thread::sleep(Self::TICK);
+                let by = began.elapsed().saturating_sub(Self::TICK);
+                if by > Self::LATE {
+                    late.fetch_add(by.as_micros() as u64, Ordering::Relaxed);
+                }
+            }
+        };
+        let thread = std::thread::Builder::new().name("standstill".into());
+        // Without it nobody looks: the process never stands still.
+        thread.spawn(ticks).ok();
+        Standstill(late)
+    }
+    /// Seconds since then.
+    pub fn seconds(&self) -> f64 {
+        Duration::from_micros(self.0.load(Ordering::Relaxed)).as_secs_f64()
+    }
+}
+
 #[cfg(unix)]
 fn read_from_start(file: &File, to: &mut [u8]) -> std::io::Result<usize> {
     std::os::unix::fs::FileExt::read_at(file, to, 0)
@@ -152,6 +192,25 @@ mod tests {
         assert_eq!(patience.left.as_secs(), 4);
         (0..16).for_each(|_| patience.passes(Patience::LOOK));
         assert!(patience.left().is_zero());
+    }
+
+    /// A shell stops this process for a fifth of a second.
+    #[cfg(unix)]
+    #[test]
+    fn a_process_that_a_signal_stops_stands_still() {
+        let still = Standstill::begin();
+        std::thread::sleep(Duration::from_millis(50));
+        let before = still.seconds();
+        let id = std::process::id();
+        let script = format!("kill -STOP {id}; sleep 0.2; kill -CONT {id}");
+        let done = std::process::Command::new("sh")
+            .args(["-c", &script])
+            .status();
+        assert!(done.is_ok_and(|d| d.success()));
+        // It is counted when the thread wakes.
+        std::thread::sleep(Duration::from_millis(50));
+        let stood = still.seconds() - before;
+        assert!(stood > 0.18, "{stood}");
     }
 
     /// More threads than processors, all at work: some of them are in line.

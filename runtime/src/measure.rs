@@ -7,11 +7,13 @@
 
 use crate::execute::{RankTimings, StepResult, Timing, what};
 use crate::processes::Processes;
+use crate::stragglers::Spent;
 use ir::measurement::{
-    InstructionMeasurement, MEASUREMENT_VERSION, Measurement, StageMeasurement, StepMeasurement,
+    InstructionMeasurement, MEASUREMENT_VERSION, Measurement, RankMeasurement, StageMeasurement,
+    StepMeasurement,
 };
 use ir::program::{Program, Stream, TemplateKind};
-use ir::{Bytes, Seconds, TrainSpec, counted};
+use ir::{Bytes, Rank, Seconds, TrainSpec, counted};
 
 /// Name of what this crate executes on, in measurements.
 pub const BACKEND: &str = "cpu-threads";
@@ -32,6 +34,8 @@ pub struct Recorder {
     /// Per stage.
     profiles: Vec<Profile>,
     peak_bytes: Vec<u64>,
+    /// Sums over steps, by rank in the order of roles, and the number of these steps.
+    spent: (Vec<Spent>, u32),
     tokens_per_step: f64,
 }
 
@@ -110,6 +114,7 @@ impl Recorder {
             measurement,
             profiles: program.roles.iter().map(profile).collect(),
             peak_bytes: vec![0; program.roles.len()],
+            spent: (vec![Spent::default(); n_ranks as usize], 0),
             tokens_per_step: spec.global_batch as f64 * spec.sequence as f64,
         }
     }
@@ -143,6 +148,14 @@ impl Recorder {
             seconds: result.seconds,
             profiled,
         };
+        if !profiled && self.measurement.steps.len() >= WARM_UP_STEPS {
+            let (sums, n) = &mut self.spent;
+            for (sum, spent) in sums.iter_mut().zip(&result.spent) {
+                sum.work_s += spent.work_s;
+                sum.wait_s += spent.wait_s;
+            }
+            *n += 1;
+        }
         self.measurement.steps.push(measured);
         let mut at = 0;
         for (stage, role) in program.roles.iter().enumerate() {
@@ -179,6 +192,11 @@ impl Recorder {
                     .instructions
                     .extend(profile.instructions(role, stage as u32));
             }
+        }
+        // The host does not see where a GPU waits.
+        if self.measurement.backend == BACKEND {
+            let roles = program.roles.iter().map(|r| r.mesh.ranks().collect());
+            self.measurement.ranks = ranks(roles, &self.spent);
         }
         self.measurement.step_time_s = Seconds(median_step(&self.measurement.steps));
         let seconds = self.measurement.step_time_s.0;
@@ -270,6 +288,32 @@ impl Profile {
     }
 }
 
+/// What ranks did in the mean of `n` steps, beside those of their role.
+fn ranks(
+    roles: impl Iterator<Item = Vec<Rank>>,
+    (sums, n): &(Vec<Spent>, u32),
+) -> Vec<RankMeasurement> {
+    if *n == 0 {
+        return Vec::new();
+    }
+    let mut all = Vec::new();
+    let mut sums = sums.iter();
+    for role in roles {
+        let of_role: Vec<(Rank, &Spent)> = role.into_iter().zip(&mut sums).collect();
+        let works = of_role.iter().map(|(_, s)| s.work_s);
+        let fastest_s = works.fold(f64::INFINITY, f64::min);
+        let has_peers = of_role.len() > 1;
+        all.extend(of_role.iter().map(|(rank, s)| RankMeasurement {
+            rank: rank.0,
+            work_s: s.work_s / f64::from(*n),
+            wait_s: s.wait_s / f64::from(*n),
+            score: (has_peers && s.work_s > 0.0).then(|| fastest_s / s.work_s),
+        }));
+    }
+    all.sort_by_key(|m| m.rank);
+    all
+}
+
 /// Median time of the steps that are neither warm-up nor profiled; of all steps when none is
 /// left; zero without steps.
 fn median_step(steps: &[StepMeasurement]) -> f64 {
@@ -294,6 +338,30 @@ fn median_step(steps: &[StepMeasurement]) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_rank_that_is_twice_as_slow_has_half_the_score() {
+        let spent = |work_s| Spent {
+            work_s,
+            wait_s: 8.0 - work_s,
+            ..Spent::default()
+        };
+        // Ranks 0 and 2 do the same, in two steps; rank 1 does something else.
+        let roles = || [vec![Rank(0), Rank(2)], vec![Rank(1)]].into_iter();
+        let sums = vec![spent(3.0), spent(6.0), spent(2.0)];
+        let found = ranks(roles(), &(sums.clone(), 2));
+        let figures = found.iter().map(|m| (m.rank, m.work_s, m.wait_s, m.score));
+        let figures: Vec<_> = figures.collect();
+        assert_eq!(
+            figures,
+            [
+                (0, 1.5, 2.5, Some(1.0)),
+                (1, 1.0, 3.0, None),
+                (2, 3.0, 1.0, Some(0.5))
+            ]
+        );
+        assert_eq!(ranks(roles(), &(sums, 0)), []);
+    }
 
     #[test]
     fn the_median_leaves_out_warm_up_and_profiling() {

@@ -4,7 +4,9 @@
 //! the same, and they wait for it. Where a link is slow all ranks wait longer than they used to and
 //! none works longer. So it is where something else keeps the processors busy, in pieces too short to
 //! show in the work of most steps: then ranks stand in line for a processor longer, which the system
-//! tells apart. Medians over a window of steps are compared, so that a hiccup is none, a window lasts
+//! tells apart. And so it is where all processes are stopped alike for short times: what each of them
+//! works and waits grows by the time that it is stopped, and what it waits also by that of the others,
+//! so that the time in which processes stand still is no time of a link either. Medians over a window of steps are compared, so that a hiccup is none, a window lasts
 //! for a while where steps are short, and a verdict needs two windows in a row. Steps that are shorter
 //! than a tenth of a second are averaged over about that long first: a processor that is taken away
 //! for a part of every such period holds up only some of them, and is slow all the same. That all are
@@ -31,6 +33,8 @@ const SLOW: f64 = 1.5;
 const LONG_WAIT: (f64, f64) = (1.5, 0.2);
 /// The part of what all wait longer that ranks stand in line for processors where the host is busy.
 const IN_LINE: f64 = 0.5;
+/// The part of what all wait longer that processes stand still where that is why.
+const STILL: f64 = 0.5;
 
 /// Seconds of a step of a rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -41,6 +45,9 @@ pub struct Spent {
     pub wait_s: f64,
     /// In both, when it could go on and had no processor; zero where the system does not say.
     pub in_line_s: f64,
+    /// In both, when its process stood still: a signal had stopped it, or its control group had used
+    /// up its share of a processor.
+    pub still_s: f64,
 }
 
 /// A reason that holds up a run, or the end of one.
@@ -85,14 +92,52 @@ pub struct Stragglers {
     windows: usize,
     /// The medians of the first window that counts.
     first: Option<Vec<Spent>>,
-    /// Seconds of a step that ranks stood in line in it: of each, and of the one that did so longest.
-    first_in_line_s: (Vec<f64>, f64),
+    /// How long ranks were held up in it.
+    first_held_up: HeldUp,
     /// Suspects of the last window.
     suspects: BTreeSet<Rank>,
     slow: BTreeSet<Rank>,
     is_link_suspect: bool,
     /// The reason that was last given why all wait, while they do.
     reason: Option<Reason>,
+}
+
+/// Seconds of a step in which ranks could go on and did not run.
+#[derive(Clone, Debug, Default)]
+struct HeldUp {
+    /// That each stands in line for a processor.
+    each_in_line_s: Vec<f64>,
+    /// That the one does that stands in line longest in its step.
+    in_line_s: f64,
+    /// That the process stands still that does so longest in its step.
+    still_s: f64,
+}
+
+impl HeldUp {
+    /// Means over steps of these ranks.
+    fn of(steps: &[Vec<Spent>], n_ranks: usize) -> Self {
+        let mean = |of: &dyn Fn(&Vec<Spent>) -> f64| {
+            steps.iter().map(of).sum::<f64>() / steps.len() as f64
+        };
+        // Ranks that are held up in one step are so at the same time, those of different steps one
+        // after the other.
+        let longest =
+            |figure: fn(&Spent) -> f64| mean(&|step| step.iter().map(figure).fold(0.0, f64::max));
+        HeldUp {
+            each_in_line_s: (0..n_ranks).map(|r| mean(&|s| s[r].in_line_s)).collect(),
+            in_line_s: longest(|s| s.in_line_s),
+            still_s: longest(|s| s.still_s),
+        }
+    }
+    /// How much longer than at first.
+    fn since(&self, first: &HeldUp) -> Self {
+        let each = self.each_in_line_s.iter().zip(&first.each_in_line_s);
+        HeldUp {
+            each_in_line_s: each.map(|(now, first)| now - first).collect(),
+            in_line_s: self.in_line_s - first.in_line_s,
+            still_s: self.still_s - first.still_s,
+        }
+    }
 }
 
 /// A reason why all ranks wait longer.
@@ -111,7 +156,7 @@ impl Stragglers {
             seconds: 0.0,
             windows: 0,
             first: None,
-            first_in_line_s: (Vec::new(), 0.0),
+            first_held_up: HeldUp::default(),
             suspects: BTreeSet::new(),
             slow: BTreeSet::new(),
             is_link_suspect: false,
@@ -154,21 +199,15 @@ impl Stragglers {
                 ..Spent::default()
             })
             .collect();
-        // Rare and long, so the median knows nothing of it. Ranks that are held up in one step are so
-        // at the same time, those of different steps one after the other.
-        let longest = |s: &Vec<Spent>| s.iter().map(|s| s.in_line_s).fold(0.0, f64::max);
-        let in_line_s = steps.iter().map(longest).sum::<f64>() / steps.len() as f64;
-        let mean =
-            |r: usize| steps.iter().map(|s| s[r].in_line_s).sum::<f64>() / steps.len() as f64;
-        let each: Vec<f64> = (0..self.ranks.len()).map(mean).collect();
+        // Rare and long, so the median knows nothing of it.
+        let held_up = HeldUp::of(&steps, self.ranks.len());
         if self.first.is_none() {
-            self.first_in_line_s = (each.clone(), in_line_s);
+            self.first_held_up = held_up.clone();
         }
         let first = self.first.get_or_insert_with(|| now.clone()).clone();
-        let more = each.iter().zip(&self.first_in_line_s.0).map(|(n, f)| n - f);
-        let more: Vec<f64> = more.collect();
-        let mut findings = self.ranks_of(&now, &first, &more);
-        findings.extend(self.link_of(&now, &first, in_line_s - self.first_in_line_s.1));
+        let longer = held_up.since(&self.first_held_up);
+        let mut findings = self.ranks_of(&now, &first, &longer.each_in_line_s);
+        findings.extend(self.link_of(&now, &first, &longer));
         findings
     }
 
@@ -211,8 +250,9 @@ impl Stragglers {
         findings
     }
 
-    /// The finding about why all wait, whose ranks stand in line `in_line_s` longer than at first.
-    fn link_of(&mut self, now: &[Spent], first: &[Spent], in_line_s: f64) -> Option<Finding> {
+    /// The finding about why all wait, whose ranks are held up so much longer than at first.
+    fn link_of(&mut self, now: &[Spent], first: &[Spent], held_up: &HeldUp) -> Option<Finding> {
+        let in_line_s = held_up.in_line_s;
         // One that is slow waits least, so that all wait longer for a link alone.
         let least = |of: &[Spent]| of.iter().map(|s| s.wait_s).fold(f64::INFINITY, f64::min);
         let (waits, waited) = (least(now), least(first));
@@ -227,16 +267,18 @@ impl Stragglers {
         let times = over(waits, waited);
         let longer = waits - slower * waited;
         let is_long = times >= LONG_WAIT.0 * slower && longer >= LONG_WAIT.1 * step;
-        let is_suspect = is_long && self.suspects.is_empty();
-        let was_suspect = std::mem::replace(&mut self.is_link_suspect, is_suspect);
         let reason = match in_line_s >= IN_LINE * longer {
-            true => Reason::Host,
-            false => Reason::Link,
+            true => Some(Reason::Host),
+            // Nobody's fault, as whatever slows all alike.
+            false if held_up.still_s >= STILL * longer => None,
+            false => Some(Reason::Link),
         };
-        match (is_suspect && was_suspect, self.reason) {
+        let is_suspect = is_long && reason.is_some() && self.suspects.is_empty();
+        let was_suspect = std::mem::replace(&mut self.is_link_suspect, is_suspect);
+        match (reason.filter(|_| is_suspect && was_suspect), self.reason) {
             // A link may be slow after all once the host is not busy; that it gets busy says nothing
             // of a slow link.
-            (true, known)
+            (Some(reason), known)
                 if known.is_none() || (known, reason) == (Some(Reason::Host), Reason::Link) =>
             {
                 self.reason = Some(reason);
@@ -245,7 +287,7 @@ impl Stragglers {
                     Reason::Link => Finding::SlowLink { times },
                 })
             }
-            (false, Some(_)) if !is_suspect => {
+            (None, Some(_)) if !is_suspect => {
                 self.reason = None;
                 Some(Finding::LinkRecovered)
             }
@@ -283,7 +325,7 @@ mod tests {
                 Spent {
                     work_s: work_s * noise * hiccup,
                     wait_s,
-                    in_line_s: 0.0,
+                    ..Spent::default()
                 }
             };
             let spent: Vec<Spent> = (0..4).map(one).collect();
@@ -340,6 +382,7 @@ mod tests {
                         work_s: if is_off(r) { 2.0 } else { 1.0 },
                         wait_s: if waits { 1.2 } else { 0.2 },
                         in_line_s: if is_off(r) { 1.0 } else { 0.0 },
+                        still_s: 0.0,
                     }
                 })
                 .collect();
@@ -365,6 +408,7 @@ mod tests {
                 } else {
                     0.0
                 },
+                still_s: 0.0,
             });
             let seen: Vec<Finding> = steps.flat_map(|s| of.step(&[s; 16])).collect();
             seen
@@ -401,6 +445,34 @@ mod tests {
         );
     }
 
+    /// Two processes are stopped alike, now while they work and now while they wait, and each waits
+    /// for the other one as well: waits grow more than work does, and no link is slow. Where one is
+    /// slow besides, that is said.
+    #[test]
+    fn processes_that_are_stopped_alike_have_no_slow_link() {
+        let findings = |link_s: f64| {
+            let mut of = Stragglers::new((0..2).map(|r| (Rank(r), 0)));
+            let steps = (0..12_000).map(|step| {
+                let is_stopped = (4_000..8_000).contains(&step);
+                let more = if is_stopped { 1.0 } else { 0.0 };
+                let spent = Spent {
+                    work_s: 0.004 + 0.005 * more,
+                    wait_s: 0.002 + (0.006 + link_s) * more,
+                    in_line_s: 0.0,
+                    still_s: 0.006 * more,
+                };
+                [spent; 2]
+            });
+            steps.flat_map(|s| of.step(&s)).collect::<Vec<Finding>>()
+        };
+        assert_eq!(findings(0.0), []);
+        let slow = findings(0.02);
+        assert!(
+            matches!(slow[..], [Finding::SlowLink { .. }, Finding::LinkRecovered]),
+            "{slow:?}"
+        );
+    }
+
     /// A stage of one rank is compared with what it was, and with how the others have changed.
     #[test]
     fn ranks_without_peers_are_compared_with_their_past() {
@@ -411,7 +483,7 @@ mod tests {
             let spent = [1.0, 3.0 * slow].map(|work_s| Spent {
                 work_s,
                 wait_s: 0.5,
-                in_line_s: 0.0,
+                ..Spent::default()
             });
             seen.extend(of.step(&spent));
         }
@@ -434,6 +506,7 @@ mod tests {
                 work_s: if r == 1 { 1.0 + late } else { 1.0 },
                 wait_s: if r == 1 { 0.1 } else { 0.1 + late },
                 in_line_s: if r == 1 { late } else { 0.0 },
+                still_s: 0.0,
             })
         });
         let seen: Vec<Finding> = steps.flat_map(|s| of.step(&s)).collect();
@@ -466,7 +539,7 @@ mod tests {
                 let spent = [0, 1].map(|r| Spent {
                     work_s: if r == 1 { work_s + late } else { work_s },
                     wait_s: if r == 1 { wait_s } else { wait_s + late },
-                    in_line_s: 0.0,
+                    ..Spent::default()
                 });
                 seen.extend(of.step(&spent));
             }
@@ -494,7 +567,7 @@ mod tests {
             [0, 1].map(|r| Spent {
                 work_s: if is_burst && r == 1 { 0.02 } else { 0.002 },
                 wait_s: if is_burst && r == 0 { 0.02 } else { 0.001 },
-                in_line_s: 0.0,
+                ..Spent::default()
             })
         });
         let seen: Vec<Finding> = steps.flat_map(|s| of.step(&s)).collect();

@@ -1,5 +1,6 @@
 //! `compile`: model, training and cluster to a plan that passed the checker.
 
+mod fewer;
 mod runners_up;
 mod ways_out;
 
@@ -94,10 +95,15 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
         }
     };
     bar.set_message("proving the plan");
-    let proved = prove(&planned);
-    bar.finish_and_clear();
-    proved?;
+    prove(&planned).inspect_err(|_| bar.finish_and_clear())?;
     let mut planned = planned;
+    // A preset, and a plan for other software, is asked for as it is.
+    if recipe.is_none() && options.made_for.is_none() {
+        bar.set_message("looking whether fewer hosts are faster");
+        let note = fewer::note(&planned, &forward, &spec, &cluster, &options);
+        planned.stats.notes.extend(note);
+    }
+    bar.finish_and_clear();
     planned.plan.proof.runners_up = runners_up::write(&others, &planned)?;
     if let Some(folder) = &args.dump_intra_op {
         dump_problems(folder, &planned)?;

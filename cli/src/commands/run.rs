@@ -13,6 +13,7 @@ mod leaps;
 mod left;
 mod lock;
 mod orphan;
+mod other_devices;
 mod records;
 mod rendezvous;
 mod told;
@@ -137,7 +138,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         BackendArg::Cuda => has_gpus(args, &loaded, &setting)?,
     }
     plan_file::check_program(&loaded)?;
-    warn_of_other_devices(args, &loaded);
+    other_devices::warn(args.backend, &loaded.plan.cluster);
     let chosen = fabric::chosen(args, &loaded, &setting)?;
     if let Some(folder) = args.record.as_ref().filter(|_| !args.records_by_default) {
         record::clear(folder)?;
@@ -673,22 +674,6 @@ fn runs_as_planned(args: &RunArgs, loaded: &Loaded) -> bool {
     match args.backend {
         BackendArg::Cpu => is_for_cpu,
         BackendArg::Cuda => !is_for_cpu && cuda::name().is_ok_and(|name| name != EMULATED_GPU),
-    }
-}
-
-/// Warns that the plan was made for other devices than those that run it.
-fn warn_of_other_devices(args: &RunArgs, loaded: &Loaded) {
-    if args.backend == BackendArg::Cuda {
-        return;
-    }
-    let c = &loaded.plan.cluster;
-    if !cluster::is_of_cpu_ranks(c) {
-        crate::say(format_args!(
-            "warning: this plan is for {} of {} and is now executed on CPU threads of this machine. Losses are what they would be there; the plan's predictions of time, rates and memory do not apply here. Instead: {}.",
-            c.device.name,
-            c.name,
-            cluster::PLAN_FOR_THIS_MACHINE
-        ));
     }
 }
 

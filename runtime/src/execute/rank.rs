@@ -15,7 +15,7 @@ use super::local::Local;
 use super::message::{Play, Played, Samples};
 use super::script::{Script, Scripts, Step};
 use crate::arena::View;
-use crate::clock::InLine;
+use crate::clock::{InLine, Standstill};
 use crate::data::Batches;
 use crate::device::{Chain, Device, Place, Space, Tensor, Work};
 use crate::error::RuntimeError;
@@ -73,6 +73,15 @@ pub(crate) struct RankOptions {
     pub record: Option<Recording>,
     /// When the clock of its process was at zero.
     pub epoch: Instant,
+    /// How long its process stood still, where that is asked: where ranks are processors' work.
+    pub standstill: Option<Standstill>,
+}
+
+impl RankOptions {
+    /// Seconds that its process has stood still so far.
+    fn still_s(&self) -> f64 {
+        self.standstill.as_ref().map_or(0.0, Standstill::seconds)
+    }
 }
 
 /// A rank.
@@ -320,6 +329,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
         self.waited_s = 0.0;
         let in_line = self.in_line.get_or_insert_with(InLine::of_this_thread);
         let in_line_before_s = in_line.seconds();
+        let still_before_s = self.options.still_s();
         self.fabric.prepare(&mut self.device)?;
         let loss_scale = self.loss_scale()?;
         let mut spans = play.profile.then(Vec::new);
@@ -368,6 +378,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
                 work_s: ended_s - began_s - self.waited_s,
                 wait_s: self.waited_s,
                 in_line_s: (in_line_s - in_line_before_s).max(0.0),
+                still_s: self.options.still_s() - still_before_s,
             },
             loss: scalar(self.this().loss)?,
             grad_norm: norm.map(|norm| f64::from(norm) / loss_scale.unwrap_or(1.0)),

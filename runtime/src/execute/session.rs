@@ -16,6 +16,7 @@ use super::worker::{Answers, Crew, Link, Remote, Worker};
 use crate::arena::Bytes;
 use crate::checkpoint::{Checkpoint, Leaving, Shard, Whole, shares};
 use crate::clock::Patience;
+use crate::clock::Standstill;
 use crate::data::{Batch, Batches};
 use crate::device::{Backend, Cpu, Cuda, cuda};
 use crate::error::RuntimeError;
@@ -162,17 +163,22 @@ impl Cast {
         let here = |r: &&(Rank, usize)| share.contains(&r.0);
         self.ranks.iter().filter(here).copied().collect()
     }
-    fn rank_options(&self) -> RankOptions {
+    /// Threads for large kernels of a rank.
+    fn threads(&self) -> usize {
         let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
         let threads = self.options.threads_per_rank;
-        let threads = threads.unwrap_or(cores / self.at_once.max(1));
+        threads.unwrap_or(cores / self.at_once.max(1)).max(1)
+    }
+    fn rank_options(&self) -> RankOptions {
+        let is_cpu = matches!(self.options.backend, Backend::Cpu);
         RankOptions {
             seed: self.seed,
-            threads: threads.max(1),
+            threads: self.threads(),
             orders: self.options.orders,
             data: self.options.data.clone(),
             record: self.options.record.clone(),
             epoch: Instant::now(),
+            standstill: is_cpu.then(Standstill::begin),
         }
     }
     /// Bytes of a role's arenas, of the device and of the host.
@@ -183,8 +189,7 @@ impl Cast {
     }
     fn on_cpu(&self, world: &Arc<World>, (rank, role): (Rank, usize)) -> (Cpu, Endpoint) {
         let (device, host) = self.arenas(role);
-        let threads = self.rank_options().threads;
-        (Cpu::new(device, host, threads), world.endpoint(rank))
+        (Cpu::new(device, host, self.threads()), world.endpoint(rank))
     }
     /// The ranks of a host go round its GPUs, several on one where there are fewer: whichever they
     /// are of all ranks, as a launcher may deal processes out to hosts one by one.

@@ -95,6 +95,32 @@ pub fn name() -> Result<String, RuntimeError> {
     Ok(Gpu::open(0)?.name.clone())
 }
 
+/// What tells one kind of GPU from another.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Facts {
+    /// As the driver calls it.
+    pub name: String,
+    /// Its memory, in bytes.
+    pub memory_bytes: u64,
+    /// Its multiprocessors.
+    pub multiprocessors: u32,
+}
+
+/// What the driver says of a GPU. Fails as [`count`] does, and where there is no such GPU.
+pub fn facts(ordinal: usize) -> Result<Facts, RuntimeError> {
+    count()?;
+    let gpu = Gpu::open(ordinal)?;
+    let asked = |e| failed("the properties of the GPU", e);
+    let (_, total) = gpu.context.mem_get_info().map_err(asked)?;
+    let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+    let processors = gpu.context.attribute(attribute).map_err(asked)?;
+    Ok(Facts {
+        name: gpu.name.clone(),
+        memory_bytes: total as u64,
+        multiprocessors: u32::try_from(processors).unwrap_or(0),
+    })
+}
+
 /// Bytes of a GPU that nobody has taken. Fails as [`count`] does, and where there is no such GPU.
 pub fn free_memory(ordinal: usize) -> Result<u64, RuntimeError> {
     count()?;

@@ -30,7 +30,7 @@ pub use beside::beside_arena;
 pub use cases::{Compared, Timed, compare, time};
 pub use launches::launches;
 pub(crate) use lend::{Region, is_over};
-pub use library::{count, free_memory, name};
+pub use library::{Facts, count, facts, free_memory, name};
 pub use products::{Matmuls, Multiplier, has_library, multiplier};
 
 use super::{Chain, Device, Place, Space, Tensor, Work};
