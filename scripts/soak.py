@@ -3,14 +3,15 @@
 
     scripts/soak.py --kills 200 --report soak.md BINARY
 
-A plan for two ranks is made in a folder for temporary files, and trained by as two processes with a
+A plan for as many ranks as processes is made in a folder for temporary files, and trained with a
 checkpoint every few steps. In each round some process is killed at a random moment: by SIGKILL one
-of them, sometimes both, or it is stopped by SIGSTOP, which the run has to find out. The next round goes
-on from what is there. Looked at after each round: whether the run ended in time, its exit code, whether
-it named the process, what is left behind, and whether the checkpoints verify. In the end the state
-is compared, to the bit, with that of a run that nobody disturbed. SIGTERM ends it after its round, with
-the report. Where the machine is so busy that a run's processes do not come together in their 20
-seconds, nobody is killed; such rounds are counted, and begun anew.
+of them, sometimes two, or it is stopped by SIGSTOP, which the run has to find out. The next round
+goes on from what is there. Looked at after each round: whether the run ended in time, its exit
+code, whether it named the process, and `doctor` did, what is left behind, and whether the
+checkpoints verify. In the end the state is compared, to the bit, with that of a run that nobody
+disturbed. SIGTERM ends it after its round, with the report. Where the machine is so busy that a
+run's processes do not come together in their 20 seconds, nobody is killed; such rounds are counted,
+and begun anew.
 """
 
 import argparse
@@ -53,6 +54,16 @@ def processes(folder):
     return found
 
 
+def index_of(process):
+    """The number that a process has in its run."""
+    try:
+        words = (Path("/proc") / str(process) / "cmdline").read_text()
+    except OSError:
+        return None
+    found = re.search(r"--as-process=(\d+)/", words)
+    return int(found.group(1)) if found else 0
+
+
 def newest(folder):
     """The newest checkpoint's step, and its folder."""
     names = [n for n in os.listdir(folder) if re.match(r"\d+-step-\d+$", n)]
@@ -70,6 +81,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("binary")
     parser.add_argument("--kills", type=int, default=2000)
+    parser.add_argument("--processes", type=int, default=2, choices=(2, 4, 8))
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after so long")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--report", help="write what was seen to this file")
@@ -86,12 +98,13 @@ def main():
             sys.exit(f"{words}: {done.returncode}\n{done.stderr}")
         return done
 
-    call("compile", "config.json", "--cluster", "cpu-default", "--ranks", "2", "--global-batch", "2",
-         "--pin", "data=2", "-o", "plan.json")
-    base = ["run", "plan.json", "--data", "text.txt", "--processes=2", "--time-out", str(PATIENCE),
+    call("compile", "config.json", "--cluster", "cpu-default", "--ranks", str(args.processes),
+         "--global-batch", "2", "--pin", "data=2", "--pin", f"tensor={args.processes // 2}",
+         "-o", "plan.json")
+    base = ["run", "plan.json", "--data", "text.txt", f"--processes={args.processes}", "--time-out", str(PATIENCE),
             "--checkpoint", "state", "--checkpoint-every", "10"]
     seen = dict(killed=0, stopped=0, both=0, named=0, to_name=0, hangs=0, codes={}, left=0,
-                damaged=0, training=0, late=0)
+                damaged=0, training=0, late=0, examined=0, accused=0)
     ends = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ends.append(True))
@@ -121,13 +134,14 @@ def main():
             time.sleep(draw.uniform(0, 0.4))
         all_ = processes(folder)
         others = [p for p in all_ if p != run.pid]
-        victims = [draw.choice([run.pid, *others])]
+        victims = [draw.choice([run.pid, *sorted(others)])]
         kind = draw.random()
         how = signal.SIGKILL
         if kind < 0.1 and others:
-            victims, seen["both"] = [run.pid, others[0]], seen["both"] + 1
+            victims, seen["both"] = draw.sample([run.pid, *sorted(others)], 2), seen["both"] + 1
         elif kind < 0.15 and others:
-            victims, how = [others[0]], signal.SIGSTOP
+            how = signal.SIGSTOP
+        index = index_of(victims[0])
         if run.poll() is not None:
             if "did not join in" in " ".join((folder / "errors").read_text().split()):
                 seen["late"] += 1
@@ -151,14 +165,21 @@ def main():
         if how == signal.SIGKILL:
             delays.append(time.time() - at)
         words = " ".join((folder / "errors").read_text().split())
-        # Process 1 names process 0 once it has met it.
+        # The others name process 0 once they have met it.
         if len(victims) == 1 and (run.pid not in victims or has_met):
             seen["to_name"] += 1
-            whom = "rank0 is lost" if run.pid in victims else "rank1 is lost"
-            named = whom in words or run.pid not in victims and "process 1" in words
+            named = f"rank{index} is lost" in words or index > 0 and f"process {index} " in words
             seen["named"] += named
             if not named and len(unnamed) < 5:
-                unnamed.append(f"{signal.Signals(how).name}, exit code {code}: {words}")
+                unnamed.append(f"rank{index} by {signal.Signals(how).name}, exit code {code}: {words}")
+        # Of a step that had begun there are records.
+        if len(victims) == 1 and has_met:
+            said = call("doctor", "plan.json", "run.records", "--json", check=False).stdout
+            culprits = json.loads(said).get("culprits") if said else None
+            seen["examined"] += 1
+            seen["accused"] += culprits == [index]
+            if culprits != [index] and len(unnamed) < 5:
+                unnamed.append(f"rank{index} by {signal.Signals(how).name}, doctor accuses {culprits}: {words}")
         seen["left"] += len(processes(folder))
         for p in processes(folder):
             os.kill(p, signal.SIGKILL)
@@ -180,15 +201,17 @@ def main():
     rounds = seen["killed"] + seen["stopped"]
     delays = sorted(delays) or [0.0]
     lines = [
-        f"- Rounds: {rounds}, of them {seen['killed']} by SIGKILL ({seen['both']} of both processes at "
+        f"- Rounds: {rounds}, of them {seen['killed']} by SIGKILL ({seen['both']} of two processes at "
         f"once) and {seen['stopped']} by SIGSTOP, in {time.time() - began:.0f} s, seed {args.seed}; "
         f"{seen['training']} after the first step of the run, the others before.",
         f"- Runs that did not end by themselves: {seen['hangs']}. Runs whose processes had no processor to "
         f"come together: {seen['late']}.",
         f"- Exit codes: {', '.join(f'{c}: {n}' for c, n in sorted(seen['codes'].items()))} (6 is a run "
         "that failed, -9 process 0 killed itself).",
-        f"- One process was the victim, and the other one was there and had met it, in {seen['to_name']} rounds; the "
-        f"other one named it in {seen['named']}.",
+        f"- One process of {args.processes} was the victim, and the others were there and had met it, in "
+        f"{seen['to_name']} rounds; the others named it in {seen['named']}.",
+        f"- In {seen['examined']} of these the run had begun to train; `doctor` named that rank alone afterwards in "
+        f"{seen['accused']}.",
         f"- From the kill to the end of all processes: median {statistics.median(delays):.3f} s, 95% within "
         f"{delays[int(0.95 * (len(delays) - 1))]:.3f} s, longest {delays[-1]:.3f} s.",
         f"- Steps lost: median {statistics.median(lost or [0])}, most {max(lost or [0])}, with a "
@@ -204,7 +227,8 @@ def main():
         Path(args.report).write_text("\n".join(lines) + "\n")
     shutil.rmtree(folder)
     bad = seen["hangs"] or seen["damaged"] or seen["left"] or litter or not same
-    sys.exit(1 if bad or seen["named"] < seen["to_name"] else 0)
+    missed = seen["named"] < seen["to_name"] or seen["accused"] < seen["examined"]
+    sys.exit(1 if bad or missed else 0)
 
 
 if __name__ == "__main__":

@@ -198,6 +198,20 @@ fn waits(place: &Place, run: &str) -> Vec<(String, f64)> {
         .collect()
 }
 
+/// By how many seconds ranks waited longer in which instruction than in another run, most first.
+fn longer(waits: &[(String, f64)], before: &[(String, f64)]) -> Vec<(String, f64)> {
+    let had = |what: &str| {
+        before
+            .iter()
+            .find(|(w, _)| w == what)
+            .map_or(0.0, |(_, s)| *s)
+    };
+    let grown = waits.iter().map(|(what, s)| (what.clone(), s - had(what)));
+    let mut grown: Vec<(String, f64)> = grown.collect();
+    grown.sort_by(|a, b| b.1.total_cmp(&a.1));
+    grown
+}
+
 /// Two hosts of two tensor ranks each: gradients, their norm and the loss cross the link.
 #[test]
 fn a_late_and_a_narrow_link_show_in_what_crosses_them() {
@@ -294,14 +308,15 @@ fn hosts_with_addresses_of_their_own_train_as_one() {
     };
     run_on_four(&place, &[], &[]);
     assert_eq!(steps(&place, "apart.json"), alone);
+    let before = waits(&place, "apart.json");
     // What one host sends takes two megabits a second: that changes no bit, and shows in what
     // crosses from its stage to the other one.
     let slow = [("SLOW", "3"), ("RATE", "2mbit")];
     run_on_four(&place, &[], &slow);
     assert_eq!(steps(&place, "apart.json"), alone);
-    let waits = waits(&place, "apart.json");
-    assert!(waits[0].0.starts_with("send  recv "), "{waits:?}");
-    assert!(waits[0].1 > 0.02, "{waits:?}");
+    let longer = longer(&waits(&place, "apart.json"), &before);
+    assert!(longer[0].0.starts_with("send  recv "), "{longer:?}");
+    assert!(longer[0].1 > 0.02, "{longer:?}");
 }
 
 /// The link of a host is down for two seconds, as where somebody takes its plug out: TCP sends
@@ -388,6 +403,8 @@ fn hosts_that_are_far_away_meet_in_a_few_round_trips() {
     let Some((place, alone)) = four_hosts() else {
         return;
     };
+    run_on_four(&place, &[], &[]);
+    let before = waits(&place, "apart.json");
     let began = Instant::now();
     let Some((output, did)) = behind(&place, "delay_ms=200", &["--steps", "2"]) else {
         return;
@@ -400,6 +417,20 @@ fn hosts_that_are_far_away_meet_in_a_few_round_trips() {
     let others = took - seconds(&place, "apart.json").iter().sum::<f64>();
     println!("but for its steps the run took {others:.1} s");
     assert!(others < 12.0, "{others} s");
+    // What grows most is what crosses: from stage to stage, or over the data ranks.
+    let longer = longer(&waits(&place, "apart.json"), &before);
+    let (what, seconds) = &longer[0];
+    let crosses = [
+        "send  recv ",
+        "all_reduce grad.",
+        "all_reduce accumulate.",
+        "world_sum ",
+    ];
+    assert!(
+        crosses.iter().any(|call| what.starts_with(call)),
+        "{longer:?}"
+    );
+    assert!(*seconds > 0.19, "{longer:?}");
 }
 
 /// Where almost nothing comes through a run comes to its end late, or ends and says whom it lost.

@@ -71,7 +71,10 @@ fn metrics_go_on_where_a_run_goes_on() {
         assert!(row["peak_bytes"].as_u64().unwrap() > 1000, "{row}");
         assert_eq!(row["skipped_steps"], 0);
     }
-    assert!(all.iter().any(|r| r["validation_loss"].is_number()));
+    // The one before the first step, and that after the last one of the checkpoint.
+    let validations = all.iter().filter(|r| r["validation_loss"].is_number());
+    let after: Vec<u64> = validations.map(|r| r["step"].as_u64().unwrap()).collect();
+    assert_eq!(after, [0, 4]);
     let table = lines(&place, "m.csv");
     assert!(table[0].starts_with("step,loss,grad_norm,lr,"), "{table:?}");
     let numbers: Vec<&str> = table[1..]

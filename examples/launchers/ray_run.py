@@ -1,9 +1,9 @@
 """Starts a plan's processes as Ray tasks, one for each CPU slot that is asked for.
 
 Usage: python ray_run.py PLAN DATA PROCESSES [MORE FLAGS OF RUN]
-Plan, data and the folder `state` of checkpoints are on a file system that all nodes have. The token
-goes to tasks as an argument, over Ray's own channel; each writes it to a file that only its user can
-read. When the run loses a process, all are started again, a few times: --elastic goes on from the
+Plan and data are on a file system that all nodes have, and the folder `state` of checkpoints is made
+beside the plan. The token goes to tasks as an argument, over Ray's own channel, and from there to the
+run by a pipe. When the run loses a process, all are started again, a few times: --elastic goes on from the
 newest checkpoint. Ray kills what is left when this script is killed.
 """
 
@@ -12,7 +12,6 @@ import secrets
 import socket
 import subprocess
 import sys
-import tempfile
 
 import ray
 
@@ -33,25 +32,33 @@ class Process:
             return ray.util.get_node_ip_address(), s.getsockname()[1]
 
     def run(self, rank: int, world: int, address: str, port: int, token: str, args: list[str]) -> int:
-        with tempfile.NamedTemporaryFile("w") as file:  # mode 0600
-            file.write(token)
-            file.flush()
-            env = os.environ | {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "MASTER_ADDR": address,
-                "MASTER_PORT": str(port),
-            }
-            own = ray.util.get_node_ip_address()
-            command = ["meshwright", "run", *args, "--token-file", file.name, "--bind", own]
-            return subprocess.run(command, env=env).returncode
+        env = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+        }
+        own = ray.util.get_node_ip_address()
+        reader, writer = os.pipe()
+        os.write(writer, token.encode())
+        os.close(writer)
+        command = ["meshwright", "run", *args, "--token-file", f"/dev/fd/{reader}", "--bind", own]
+        try:
+            return subprocess.run(command, env=env, pass_fds=[reader]).returncode
+        finally:
+            os.close(reader)
 
 
 def main() -> int:
     plan, data, world, more = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:]
     ray.init()
-    args = [plan, "--data", data, "--checkpoint", "state", "--checkpoint-every", "100", "--elastic"]
-    for _ in range(STARTS):
+    # Ray starts tasks in folders of its own.
+    plan, data = os.path.abspath(plan), os.path.abspath(data)
+    state = os.path.join(os.path.dirname(plan), "state")
+    args = [plan, "--data", data, "--checkpoint", state, "--checkpoint-every", "100", "--elastic"]
+    for start in range(STARTS):
+        if start > 0:
+            print(f"a process was lost; start {start + 1} of {STARTS}", file=sys.stderr)
         processes = [Process.remote() for _ in range(world)]
         address, port = ray.get(processes[0].address.remote())
         token = secrets.token_hex(32)
@@ -63,6 +70,7 @@ def main() -> int:
             return others[0]
         if all(code in (0, INTERRUPTED) for code in codes):
             return max(codes)
+    print(f"a process was lost in each of {STARTS} starts", file=sys.stderr)
     return FAILED
 
 

@@ -23,6 +23,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 mod dominance;
+mod elsewhere;
 mod facts;
 
 /// Cost quantum: seconds per unit of the integer costs that solvers see.
@@ -622,6 +623,9 @@ fn made(
         }
     }
     price_inside(s, prices, links, index, &mut group);
+    if is_own {
+        elsewhere::price_sums(s, prices, &mut group);
+    }
     if let Some(e) = none(&group) {
         return Err(e);
     }

@@ -400,7 +400,8 @@ fn serve(
         let what = "a process with a number above 0 is not alone";
         return Err(Failure::new(Exit::Internal, what));
     };
-    launcher.knows(&company.processes, interrupts);
+    let processes = company.processes;
+    launcher.knows(&processes, interrupts);
     // Process 0 ends the run, and with it this process.
     let ending = launcher.ending();
     interrupts.leave_to_others(move || {
@@ -429,7 +430,7 @@ fn serve(
                 plan_hash: loaded.hash.clone(),
                 model: loaded.plan.graph.clone(),
             }),
-        processes: Some(company.processes),
+        processes: Some(Arc::clone(&processes)),
         last_resort: Some(last_resort(args)),
         ..SessionOptions::default()
     };
@@ -440,8 +441,17 @@ fn serve(
     }
     // Without process 0 nobody else says where it was.
     let served = served.map_err(|e| match &e {
-        RuntimeError::Gone { process: 0, .. } => {
+        RuntimeError::Gone {
+            process: 0,
+            pid,
+            is_silent,
+            ..
+        } => {
             let words = records::told(args, loaded, &e);
+            // One that a signal has stopped would keep whoever waits for it waiting for good.
+            if *is_silent && processes.is_here(0) {
+                children::put_down_of_others(*pid);
+            }
             (e, words)
         }
         _ => {
@@ -551,7 +561,9 @@ fn not_all(failed: Vec<Failure>, written: &[String]) -> Failure {
     let failure = first.unwrap_or_else(internal).saying(words.join("\n"));
     // Nothing that was given was bad.
     match failure.exit() {
-        Exit::BadInput => failure.called("not all was written"),
+        Exit::BadInput => failure.called("not all was written").help(
+            "make room there, or have the next run write to another place; earlier checkpoints are as they were",
+        ),
         _ => failure,
     }
 }
@@ -1138,6 +1150,7 @@ fn train_all(
         plan: &loaded.hash,
         step: options.resume.as_ref().map_or(0, |c| c.step()),
         resumes: options.resume.is_some() || args.continued.is_some(),
+        validates: args.validate_every.is_some(),
     };
     let unit = report::plan::unit(plan);
     let mut watch = Watch::open(args, &described, unit)?;

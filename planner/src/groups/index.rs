@@ -2,7 +2,7 @@
 
 use super::members::prepares;
 use ir::training::{State, StateRole, TrainingGraph};
-use ir::{OpId, Pass, Region, ValueId};
+use ir::{OpId, OpKind, Pass, Region, ValueId};
 use rustc_hash::FxHashMap;
 use std::collections::BTreeMap;
 
@@ -15,6 +15,8 @@ pub(crate) struct Index {
     parameters: FxHashMap<ValueId, ValueId>,
     /// By value of a prepared copy, the forward ops that use it, in graph order.
     users: FxHashMap<ValueId, Vec<OpId>>,
+    /// By sum of gradients that another layer's parameter has, the op there that takes it.
+    takers: FxHashMap<ValueId, OpId>,
 }
 
 impl Index {
@@ -31,6 +33,15 @@ impl Index {
             }
         }
         for (i, op) in graph.ops().iter().enumerate() {
+            if op.region == Region::StepEnd {
+                for &v in &op.inputs {
+                    let producer = graph.op(graph.value(v).producer);
+                    let is_sum = matches!(producer.kind, OpKind::Accumulate { .. });
+                    if is_sum && producer.layer != op.layer {
+                        index.takers.entry(v).or_insert(OpId::new(i));
+                    }
+                }
+            }
             if op.region != Region::Microbatch || op.pass != Pass::F {
                 continue;
             }
@@ -59,6 +70,11 @@ impl Index {
     /// The parameter that the state with this value belongs to.
     pub(super) fn parameter(&self, v: ValueId) -> Option<ValueId> {
         self.parameters.get(&v).copied()
+    }
+
+    /// The op of another layer that takes a sum of gradients at the end of a step.
+    pub(crate) fn taker(&self, sum: ValueId) -> Option<OpId> {
+        self.takers.get(&sum).copied()
     }
 
     /// The forward ops that use a prepared copy of a parameter, in graph order.

@@ -127,11 +127,21 @@ pub fn mark(env: &dyn Fn(&str) -> Option<String>) -> Option<&'static str> {
 
 /// Reads what the environment says; nothing without a launcher, or where it started one process.
 ///
-/// Fails when a variable is not what its launcher would set.
+/// Fails when a variable is not what its launcher would set, or the one is missing that tells the
+/// processes of a run apart.
 pub fn launched(env: &dyn Fn(&str) -> Option<String>) -> Result<Option<Launched>, Failure> {
     let is_set = |name: &&str| env(name).is_some_and(|v| !v.is_empty());
     let Some(variables) = launcher(env) else {
-        return Ok(None);
+        return match env("WORLD_SIZE") {
+            // Each of them would train by itself, into the same files.
+            Some(n) if n.trim().parse().is_ok_and(|n: usize| n > 1) => {
+                let what = format!("WORLD_SIZE is {n}, and RANK is not set");
+                Err(Failure::new(Exit::Usage, what).help(
+                    "set RANK to the number of each process, from 0, as torchrun does, or give --alone for a run that no launcher started",
+                ))
+            }
+            _ => Ok(None),
+        };
     };
     let wrong = |name: &str, problem: String| {
         let what = format!(
@@ -157,8 +167,11 @@ pub fn launched(env: &dyn Fn(&str) -> Option<String>) -> Result<Option<Launched>
         of: number(of)?,
     };
     if place.index >= place.of {
-        let Place { index, of: n } = place;
-        return Err(wrong(of, format!("{} is {index} of {n}", variables.index)));
+        let (Place { index, of: n }, name) = (place, variables.index);
+        let help = format!(
+            "number the {n} processes from 0 in {name}, or give --alone for a run that no launcher started"
+        );
+        return Err(wrong(of, format!("{name} is {index} of {n}")).help(help));
     }
     let mut on_this_host = None;
     if let Some(name) = variables.on_this_host.iter().find(|n| is_set(n)) {
@@ -182,12 +195,13 @@ pub fn launched(env: &dyn Fn(&str) -> Option<String>) -> Result<Option<Launched>
         // The launcher names no run: its processes have one parent.
         key.push(format!("parent {}", std::os::unix::process::parent_id()));
     }
+    let address = address(env).map_err(|problem| wrong("MASTER_PORT", problem))?;
     Ok((place.of > 1).then(|| Launched {
         by: variables.by,
         place,
         on_this_host,
         local,
-        address: address(env),
+        address,
         key: key.join(" "),
     }))
 }
@@ -213,16 +227,20 @@ fn tasks_of_node(env: &dyn Fn(&str) -> Option<String>) -> Option<usize> {
 
 /// Where process 0 is by MASTER_ADDR and MASTER_PORT. At the port itself torchrun's agent listens
 /// where it says so; the next one is taken then.
-fn address(env: &dyn Fn(&str) -> Option<String>) -> Option<String> {
-    let host = env("MASTER_ADDR").filter(|h| !h.is_empty())?;
-    let port: u16 = env("MASTER_PORT")?.trim().parse().ok()?;
+fn address(env: &dyn Fn(&str) -> Option<String>) -> Result<Option<String>, String> {
+    let given = |name: &str| env(name).filter(|v| !v.is_empty());
+    let (Some(host), Some(port)) = (given("MASTER_ADDR"), given("MASTER_PORT")) else {
+        return Ok(None);
+    };
     let is_taken = env("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|v| v == "True");
-    let port = port.checked_add(u16::from(is_taken))?;
+    let number = port.trim().parse().ok().filter(|port: &u16| *port > 0);
+    let number = number.and_then(|port| port.checked_add(u16::from(is_taken)));
+    let number = number.ok_or_else(|| format!("MASTER_PORT is `{port}`, no port"))?;
     let host = match host.contains(':') && !host.starts_with('[') {
         true => format!("[{host}]"),
         false => host,
     };
-    Some(format!("{host}:{port}"))
+    Ok(Some(format!("{host}:{number}")))
 }
 
 #[cfg(test)]
@@ -368,6 +386,20 @@ mod tests {
         wrong(&[("RANK", "0")], "WORLD_SIZE is not");
         wrong(&[("RANK", "x"), ("WORLD_SIZE", "2")], "RANK is `x`");
         wrong(&[("RANK", "2"), ("WORLD_SIZE", "2")], "RANK is 2 of 2");
+        wrong(
+            &[("WORLD_SIZE", "2")],
+            "WORLD_SIZE is 2, and RANK is not set",
+        );
+        assert_eq!(of(&[("WORLD_SIZE", "1")]).unwrap(), None);
+        for port in ["xyz", "0", "65536", "-1"] {
+            let set = [
+                ("RANK", "0"),
+                ("WORLD_SIZE", "2"),
+                ("MASTER_ADDR", "node0"),
+                ("MASTER_PORT", port),
+            ];
+            wrong(&set, &format!("MASTER_PORT is `{port}`, no port"));
+        }
         wrong(&[("PMI_RANK", "0"), ("PMI_SIZE", "-1")], "PMI_SIZE is `-1`");
         // A place on the host is a hint.
         for local in ["?", "-1", "2", "18446744073709551615"] {

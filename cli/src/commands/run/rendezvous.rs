@@ -156,7 +156,7 @@ pub fn read(key: &str) -> Result<Appointment, String> {
     }
     check_folder(&folder)?;
     let path = file(&folder, key);
-    let text = private_text(&path).map_err(|e| match e.kind() {
+    let text = private_text(&path, OFlags::NOFOLLOW).map_err(|e| match e.kind() {
         io::ErrorKind::NotFound => "it has not begun to listen".to_string(),
         _ => format!("{}: {e}", path.display()),
     })?;
@@ -174,7 +174,8 @@ pub fn token(path: &Path) -> Result<Token, Failure> {
     let text = match is_descriptor(path) {
         // Whoever opened it has chosen what it is: a pipe, or a file that has no name any more.
         true => File::open(path).and_then(|file| text_of(&file)),
-        false => private_text(path),
+        // A link that its user names, as those by which a cluster's manager hands secrets out.
+        false => private_text(path, OFlags::empty()),
     };
     let text = text.map_err(|e| failed(e.to_string()))?;
     Token::parse(&text).map_err(|e| failed(e.to_string()))
@@ -187,13 +188,13 @@ fn is_descriptor(path: &Path) -> bool {
     number.is_some_and(|n| n.parse::<u32>().is_ok())
 }
 
-/// The text of a small file that is no link and that nobody else can read: what is opened is what
-/// is looked at.
-fn private_text(path: &Path) -> io::Result<String> {
-    let no_link = OFlags::NOFOLLOW.bits().cast_signed();
+/// The text of a small file that nobody else can read, opened with these flags: what is opened is
+/// what is looked at, and a pipe holds nobody up.
+fn private_text(path: &Path, flags: OFlags) -> io::Result<String> {
+    let flags = flags | OFlags::NONBLOCK;
     let file = File::options()
         .read(true)
-        .custom_flags(no_link)
+        .custom_flags(flags.bits().cast_signed())
         .open(path)?;
     let metadata = file.metadata()?;
     if !metadata.is_file() || !is_private(&metadata) {
@@ -248,6 +249,7 @@ fn is_private(metadata: &Metadata) -> bool {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use std::os::unix::fs::PermissionsExt;
 
     /// Whatever number the process has that has posted it, as in another container.
     #[test]
@@ -269,6 +271,21 @@ mod tests {
         assert!(held.iter().all(|(_, path)| path.exists()));
         assert!(left.iter().all(|(_, path)| !path.exists()));
         assert!(others.1.exists() && away.exists());
+    }
+
+    /// Those of a cluster's manager are links to files; who can read these is looked at all the same.
+    #[test]
+    fn a_token_may_be_a_link_to_a_private_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let (file, link) = (dir.path().join("secret"), dir.path().join("token"));
+        fs::write(&file, "ab".repeat(32)).unwrap();
+        std::os::unix::fs::symlink(&file, &link).unwrap();
+        let may = |mode| fs::set_permissions(&file, fs::Permissions::from_mode(mode)).unwrap();
+        may(0o600);
+        assert!(token(&link).is_ok());
+        may(0o640);
+        let problem = token(&link).unwrap_err().to_string();
+        assert!(problem.contains("others can read it"), "{problem}");
     }
 
     /// A run of the same key that another process 0 has begun meanwhile keeps its file.

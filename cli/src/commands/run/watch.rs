@@ -258,6 +258,8 @@ pub struct Described<'a> {
     pub step: u64,
     /// Whether it goes on from a checkpoint.
     pub resumes: bool,
+    /// Whether it begins with a validation.
+    pub validates: bool,
 }
 
 /// The kind of a path of `--metrics`.

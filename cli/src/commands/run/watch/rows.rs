@@ -1,8 +1,8 @@
 //! Rows of figures in a file: JSON lines, or CSV.
 //!
-//! A run that goes on from a checkpoint of step n keeps the rows before step n. Those from there on
-//! are of steps that were lost with the run that made them, and are made again; so is a line that
-//! was cut off.
+//! A run that goes on from a checkpoint of n steps keeps the rows of these, and the validation after
+//! them, unless it begins with one. What follows is of steps that were lost with the run that made
+//! them, and is made again; so is a line that was cut off.
 
 use super::{Appender, Described, Row, aside};
 use crate::failure::{Exit, Failure};
@@ -43,7 +43,7 @@ impl Rows {
         };
         let mut kept = Kept::default();
         if path.is_file() {
-            kept = keep(path, form, run.step)?;
+            kept = keep(path, form, run)?;
             if !run.resumes && kept.rows > 0 {
                 let other = aside(path);
                 std::fs::rename(path, &other).map_err(failed)?;
@@ -111,12 +111,25 @@ struct Known {
     step: u64,
     #[serde(default)]
     skipped_steps: Option<u64>,
+    /// Of a validation alone, which comes after so many steps as its number says.
+    #[serde(default)]
+    validation_loss: Option<f64>,
 }
 
-/// Finds what stays in a file of rows when its next one is of `step`.
+impl Known {
+    /// Whether the run makes it again.
+    fn is_to_come(&self, run: &Described<'_>) -> bool {
+        match self.validation_loss {
+            Some(_) if !run.validates => self.step > run.step,
+            _ => self.step >= run.step,
+        }
+    }
+}
+
+/// Finds what stays in a file of rows when `run` goes on with it.
 ///
 /// Fails where a line is none of ours.
-fn keep(path: &Path, form: Form, step: u64) -> Result<Kept, Failure> {
+fn keep(path: &Path, form: Form, run: &Described<'_>) -> Result<Kept, Failure> {
     let shown = path.display();
     let unread = |e: io::Error| Failure::new(Exit::BadInput, format!("--metrics {shown}: {e}"));
     let mut from = BufReader::new(File::open(path).map_err(unread)?);
@@ -150,7 +163,7 @@ fn keep(path: &Path, form: Form, step: u64) -> Result<Kept, Failure> {
         }
         at += n as u64;
         kept.rows += u64::from(known.is_some());
-        is_over |= known.as_ref().is_some_and(|k| k.step >= step);
+        is_over |= known.as_ref().is_some_and(|k| k.is_to_come(run));
         if !is_over {
             kept.bytes = at;
             let skipped = known.and_then(|k| k.skipped_steps);
