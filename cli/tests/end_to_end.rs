@@ -4,6 +4,7 @@
 
 mod support;
 
+use serde_json::Value;
 use std::path::PathBuf;
 use support::{Done, Place, repository};
 
@@ -249,6 +250,54 @@ fn machines_get_json() {
 }
 
 /// The norm overflows in steps that f16's loss scaling skips, and JSON has no infinities.
+/// Where the link between hosts is slow, the plan for all of them says that one alone is faster, and
+/// how fast it is; a plan for one host, and one for hosts with fast links, say nothing.
+#[test]
+fn fewer_hosts_that_are_faster_are_said() {
+    let place = Place::new();
+    let compile = |cluster: &str, hosts: &str, batch: &str| {
+        let model = [
+            "compile",
+            "gpt2",
+            "--sequence",
+            "512",
+            "--precision",
+            "bf16",
+        ];
+        let on = [
+            "--cluster",
+            cluster,
+            "--hosts",
+            hosts,
+            "--global-batch",
+            batch,
+        ];
+        let done = place.run(&[&model[..], &on, &["-o", "plan.json", "--json"]].concat());
+        let said = done.expect(0).json();
+        let notes = said["search"]["notes"].as_array().unwrap().iter();
+        let note = notes
+            .filter_map(Value::as_str)
+            .find(|n| n.contains("--hosts"));
+        let step_s = said["predicted"]["step_time_s"].as_f64().unwrap();
+        (note.map(str::to_string), step_s)
+    };
+    let slow = "l4*2+pcie4+ethernet-10";
+    let (note, step_s) = compile(slow, "1", "32");
+    assert_eq!(note, None);
+    let (note, both_s) = compile(slow, "2", "32");
+    assert!(both_s > step_s, "{both_s} against {step_s}");
+    let words = format!(
+        "one of the 2 hosts alone takes {:.3} ms a step (--hosts 1)",
+        step_s * 1e3
+    );
+    assert!(
+        note.as_ref().is_some_and(|n| n.contains(&words)),
+        "{note:?}"
+    );
+    let (note, _) = compile("dgx-h100", "2", "2048");
+    assert_eq!(note, None);
+}
+
 #[test]
 fn a_step_without_a_gradient_norm_can_be_compared() {
     let place = Place::with_plan();

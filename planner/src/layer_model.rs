@@ -264,8 +264,10 @@ impl Weights {
         if !self.allows(c.levels) {
             return Cost::FORBIDDEN;
         }
+        let elsewhere_s = self.step * c.elsewhere_s * (1.0 - self.assumed.hidden);
         quanta(
             self.seconds(c.time)
+                + elsewhere_s
                 + self.static_price * c.static_bytes as f64
                 + self.saved_price * c.saved_bytes as f64,
         )
@@ -460,6 +462,8 @@ impl LayerModel {
             if i >= self.n_own {
                 continue;
             }
+            cost.time.step += c.elsewhere_s;
+            cost.hideable.step += c.elsewhere_s;
             cost.static_bytes = cost.static_bytes.saturating_add(c.static_bytes);
             cost.saved_bytes = cost.saved_bytes.saturating_add(c.saved_bytes);
             in_step = transient(s, group, c, Region::StepEnd).max(in_step);

@@ -3,7 +3,7 @@
 use super::members::prepares;
 use ir::training::{State, StateRole, TrainingGraph};
 use ir::{OpId, OpKind, Pass, Region, ValueId};
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 use std::collections::BTreeMap;
 
 /// The states of a training graph by value, and the uses of parameters.
@@ -15,8 +15,8 @@ pub(crate) struct Index {
     parameters: FxHashMap<ValueId, ValueId>,
     /// By value of a prepared copy, the forward ops that use it, in graph order.
     users: FxHashMap<ValueId, Vec<OpId>>,
-    /// By sum of gradients that another layer's parameter has, the op there that takes it.
-    takers: FxHashMap<ValueId, OpId>,
+    /// The sums of gradients for parameters of other layers, which are taken there.
+    taken_elsewhere: FxHashSet<ValueId>,
 }
 
 impl Index {
@@ -38,7 +38,7 @@ impl Index {
                     let producer = graph.op(graph.value(v).producer);
                     let is_sum = matches!(producer.kind, OpKind::Accumulate { .. });
                     if is_sum && producer.layer != op.layer {
-                        index.takers.entry(v).or_insert(OpId::new(i));
+                        index.taken_elsewhere.insert(v);
                     }
                 }
             }
@@ -72,9 +72,9 @@ impl Index {
         self.parameters.get(&v).copied()
     }
 
-    /// The op of another layer that takes a sum of gradients at the end of a step.
-    pub(crate) fn taker(&self, sum: ValueId) -> Option<OpId> {
-        self.takers.get(&sum).copied()
+    /// Whether a value is a sum of gradients that another layer takes at the end of a step.
+    pub(crate) fn is_taken_elsewhere(&self, value: ValueId) -> bool {
+        self.taken_elsewhere.contains(&value)
     }
 
     /// The forward ops that use a prepared copy of a parameter, in graph order.

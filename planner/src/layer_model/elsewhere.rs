@@ -9,19 +9,18 @@
 use crate::groups::{Group, Setting};
 use crate::prices::Prices;
 use ir::sharding::DimSharding;
-use ir::{Op, Region, ShardingSpec, ValueId};
+use ir::{Region, ShardingSpec, ValueId};
 
 /// Adds to each choice of a group the least time that its sums for other layers take to be whole.
 pub(super) fn price_sums(s: &Setting<'_>, prices: &mut Prices<'_>, group: &mut Group) {
     let graph = &s.training.graph;
-    let sums: Vec<(usize, ValueId, &Op)> = (group.ops.iter().enumerate())
-        .filter_map(|(k, &id)| {
-            let sum = *graph.op(id).outputs.first()?;
-            Some((k, sum, graph.op(s.index.taker(sum)?)))
-        })
-        .collect();
+    let sums = group.ops.iter().enumerate().filter_map(|(k, &id)| {
+        let sum = *graph.op(id).outputs.first()?;
+        s.index.is_taken_elsewhere(sum).then_some((k, sum))
+    });
+    let sums: Vec<(usize, ValueId)> = sums.collect();
     for choice in &mut group.choices {
-        for &(k, sum, taker) in &sums {
+        for &(k, sum) in &sums {
             let Some(made) = choice.ops[k].specs.results.first() else {
                 continue;
             };
@@ -32,7 +31,7 @@ pub(super) fn price_sums(s: &Setting<'_>, prices: &mut Prices<'_>, group: &mut G
             let least = whole
                 .filter_map(|to| prices.price(made, &to, &lens, ty.dtype, buckets))
                 .min_by(f64::total_cmp);
-            choice.time.add(taker, least.unwrap_or(0.0));
+            choice.elsewhere_s += least.unwrap_or(0.0);
         }
     }
 }

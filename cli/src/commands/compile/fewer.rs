@@ -1,6 +1,7 @@
 //! Whether some of the hosts would be faster without the others: plans use every device, and where
 //! links between hosts are slow, what crosses them may take longer than the other hosts save.
 
+use crate::report::degrees::Degrees;
 use cost_model::presets;
 use ir::cluster::Cluster;
 use ir::plan::Plan;
@@ -8,8 +9,9 @@ use ir::{Graph, Seconds, TrainSpec, counted};
 use planner::{PlanOptions, Planned};
 
 /// Says how long a step takes on fewer hosts, where that is less. A number of hosts is tried if
-/// they would be done with all computing in less than the time of the plan's step, so that a plan
-/// whose devices compute for most of its step costs no further search.
+/// they would be done with all computing in less than the time of the plan's step, what ranks do
+/// alike counted once, so that a plan whose devices compute for most of its step costs no further
+/// search.
 pub fn note(
     planned: &Planned,
     forward: &Graph,
@@ -27,7 +29,8 @@ pub fn note(
         Some((hosts, planned.plan.predicted.step_time_s))
     };
     let of = planned.plan.predicted.step_time_s;
-    let tried = worth_a_try(&planned.plan, cluster).into_iter();
+    let repeated = Degrees::of(&planned.plan, &planned.training).repeated.1;
+    let tried = worth_a_try(&planned.plan, cluster, repeated).into_iter();
     let times = tried.filter(|_| !options.watcher.ends());
     let least = times.filter_map(on).min_by(|a, b| a.1.0.total_cmp(&b.1.0));
     let (hosts, seconds) = least.filter(|(_, s)| s.0 < of.0)?;
@@ -35,10 +38,12 @@ pub fn note(
 }
 
 /// Halves of the hosts, and halves of these, that may be faster: the most and the fewest of them.
-fn worth_a_try(plan: &Plan, cluster: &Cluster) -> Vec<u32> {
+///
+/// Of the ranks `repeated` do the same work.
+fn worth_a_try(plan: &Plan, cluster: &Cluster, repeated: u32) -> Vec<u32> {
     let meshes = plan.meshes().zip(&plan.predicted.stages);
     let device_s = meshes.map(|(mesh, p)| f64::from(mesh.n_devices()) * p.compute_s.0);
-    let device_s: f64 = device_s.sum();
+    let device_s = device_s.sum::<f64>() / f64::from(repeated.max(1));
     let per_host = f64::from(cluster.devices_per_host);
     let may_be_faster =
         |hosts: &u32| device_s < plan.predicted.step_time_s.0 * f64::from(*hosts) * per_host;

@@ -142,7 +142,30 @@ impl Search<'_> {
             };
             of(&p, choice)
         });
-        made.collect()
+        let mut made: Vec<Pipeline> = made.collect();
+        made.extend(self.at_levels_with_gradients(p, reserve));
+        made
+    }
+
+    /// A pipeline made again at each of the levels as if part of what moves gradients of activations
+    /// hid: where much of what a level moves hides with them, it may be the fastest, though the
+    /// objective thinks little of it. None where that was assumed already, as all levels were tried
+    /// then.
+    fn at_levels_with_gradients(&self, p: &Pipeline, reserve: u64) -> Vec<Pipeline> {
+        if self.pins.zero.is_some() || p.assumed.gradients {
+            return Vec::new();
+        }
+        let levels = UNIFORM.into_par_iter().filter_map(|level| {
+            let at_level = Pipeline {
+                assumed: Assumed {
+                    level: Some(level),
+                    ..p.assumed
+                },
+                ..p.clone()
+            };
+            self.with_gradients(&at_level, reserve)
+        });
+        levels.collect()
     }
 
     /// The best pipelines of equal meshes with other numbers of stages than one has, for microbatch
