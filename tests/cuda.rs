@@ -451,8 +451,8 @@ by_nccl! {
         ["data=1", "tensor=2", "pipeline=2", "microbatch=1"];
 }
 
-/// Gains are summed by two groups of three ranks each, in orders of their own: what these come to is
-/// compared within the groups alone, by their contract.
+/// Gains are summed by two groups of three ranks each, in orders of their own: what these come to
+/// is compared within the groups alone, by their contract.
 #[test]
 fn nccl_groups_sum_in_orders_of_their_own() {
     by_nccl(

@@ -1,9 +1,9 @@
 //! Collectives state what they do: the type of their buffers, and how what executes them adds up.
 //!
-//! That is restated here apart from `ir::collective`. Ranks of a machine's processors, which share its
-//! memory, add in f32 in the order of the group; others add by a library, in the operands' type and
-//! in an order of its own. Maxima, minima and moves add nothing. All members of a group play one list,
-//! so they state the same.
+//! That is restated here apart from `ir::collective`. Ranks of a machine's processors, which share
+//! its memory, add in f32 in the order of the group; others add by a library, in the operands' type
+//! and in an order of its own. Maxima, minima and moves add nothing. All members of a group play
+//! one list, so they state the same.
 
 use crate::report::{Report, instr_place};
 use ir::collective::{CollectiveKind, Contract, Order, Reduction, Sum};

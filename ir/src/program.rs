@@ -64,8 +64,8 @@ pub struct Program {
 }
 
 impl Program {
-    /// Has its collectives state sums of this order: that of the fabric which is to execute it, where
-    /// lowering stated that of the devices that the plan is for.
+    /// Has its collectives state sums of this order: that of the fabric which is to execute it,
+    /// where lowering stated that of the devices that the plan is for.
     pub fn restate(&mut self, order: Order) {
         let templates = self.roles.iter_mut().flat_map(|r| &mut r.templates);
         for instruction in templates.flat_map(|t| &mut t.instructions) {

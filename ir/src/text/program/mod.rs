@@ -51,9 +51,9 @@
 //! attributes as in the text of graphs. A collective that adds states behind `in` the type of the
 //! sum and whether its order is `fixed` or the `library`'s; one whose contract states another type
 //! of operands than its first buffer has (no correct program's) states that behind `of`. An item of
-//! a collective says in parentheses what of its layout step the collective does not say: `(members)`
-//! is a gather of partial values, which the op behind it combines. `local_slice` is the step without
-//! communication.
+//! a collective says in parentheses what of its layout step the collective does not say:
+//! `(members)` is a gather of partial values, which the op behind it combines. `local_slice` is the
+//! step without communication.
 //!
 //! *Waits* stand behind `after`: `i3` is an instruction of the same slot; `all kernels` is what
 //! earlier slots have put on a stream; `i4 of F1` is an instruction of the latest slot that plays

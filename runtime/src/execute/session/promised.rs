@@ -9,8 +9,8 @@
 //! hold the same part of it are promised the same bits. A library's sum over some axes varies along
 //! all others; moves and sums of a fixed order over some axes vary along those others along which
 //! their operands do; results of kernels vary as all their operands together. Along axes that shard
-//! a value its parts are other ones, so nothing is said of them. States begin alike, and vary as they
-//! do after the steps: what varies is carried from step to step until nothing is added.
+//! a value its parts are other ones, so nothing is said of them. States begin alike, and vary as
+//! they do after the steps: what varies is carried from step to step until nothing is added.
 //!
 //! With a mesh of `data` and `tensor`, a gain that all ranks keep varies along `tensor`, as its
 //! gradient is summed over `data` by each of the groups that differ along `tensor`. A rank is
@@ -232,8 +232,8 @@ mod tests {
         program
     }
 
-    /// The coordinates that rank 5, `data` 2 and `tensor` 1 of the first stage, shares with those of
-    /// whom the same is promised: of the gain, the weight, and what the second stage has.
+    /// The coordinates that rank 5, `data` 2 and `tensor` 1 of the first stage, shares with those
+    /// of whom the same is promised: of the gain, the weight, and what the second stage has.
     fn shared(reductions: &[&str]) -> [Vec<u32>; 3] {
         let program = program(reductions, Order::Library);
         let promised = Promised::by(&program);

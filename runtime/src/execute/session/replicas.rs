@@ -1,7 +1,7 @@
 //! Whether ranks that keep the same part of a state have the same bits of it.
 //!
-//! They do where their collectives [promise](super::promised) it, unless a bit was turned in a memory
-//! or a processor. Each rank hashes its parts, and the coordinator compares the hashes.
+//! They do where their collectives [promise](super::promised) it, unless a bit was turned in a
+//! memory or a processor. Each rank hashes its parts, and the coordinator compares the hashes.
 
 use super::promised::Promised;
 use super::{Local, Member, Reply, Request, Session};
@@ -15,8 +15,9 @@ type Part = (String, Vec<usize>, Vec<usize>);
 impl Session {
     /// Compares the states of all ranks that are promised the same bits, by hashes of their parts:
     /// of all ranks where sums have a fixed order, of those that had the same sums where a library
-    /// orders them. Parts that overlap without being the same, as of a tied table on two meshes, are
-    /// not compared; [`Session::replicas_agree`], which gathers whole states, compares them too.
+    /// orders them. Parts that overlap without being the same, as of a tied table on two meshes,
+    /// are not compared; [`Session::replicas_agree`], which gathers whole states, compares them
+    /// too.
     ///
     /// Fails with the first state that differs and the ranks that are fewest to have their bits of it,
     /// and when the ranks cannot go on. The ranks can go on after a difference.
