@@ -451,6 +451,20 @@ by_nccl! {
         ["data=1", "tensor=2", "pipeline=2", "microbatch=1"];
 }
 
+/// Gains are summed by two groups of three ranks each, in orders of their own: what these come to
+/// is compared within the groups alone, by their contract.
+#[test]
+fn nccl_groups_sum_in_orders_of_their_own() {
+    by_nccl(
+        "nccl_groups_sum_in_orders_of_their_own",
+        "6",
+        "gpt2_untied_gelu",
+        6,
+        &["data=3", "tensor=2", "pipeline=1"],
+        LIST,
+    );
+}
+
 /// The bound by which a run is refused holds of what ranks say they took, and of the GPUs' memory.
 #[test]
 fn memory_beside_arenas_has_a_bound() {

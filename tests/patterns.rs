@@ -376,7 +376,9 @@ fn over_context(made: &Planned, kind: TemplateKind) -> Vec<String> {
     let role = only_role(&made.program);
     let mut names = Vec::new();
     for i in instructions(role, kind) {
-        if let InstrKind::Collective { kind, axes, items } = &i.kind
+        if let InstrKind::Collective {
+            kind, axes, items, ..
+        } = &i.kind
             && axes.iter().any(|&a| role.mesh.name(a) == "context")
             && i.layer.is_some_and(|l| l.index() == 2)
         {
@@ -948,7 +950,10 @@ fn copies_are_summed_over_the_parts_that_a_zero_level_leaves() {
     // So gradients are reduced to parts over these, and the parts over the two copies.
     let mut over: [u64; 2] = [0, 0];
     for i in role.templates.iter().flat_map(|t| &t.instructions) {
-        let InstrKind::Collective { kind, axes, items } = &i.kind else {
+        let InstrKind::Collective {
+            kind, axes, items, ..
+        } = &i.kind
+        else {
             continue;
         };
         let names: Vec<&str> = axes.iter().map(|a| role.mesh.name(*a)).collect();

@@ -65,6 +65,7 @@
 
 mod calls;
 mod consistency;
+mod contracts;
 mod coverage;
 mod facts;
 mod hazards;
@@ -105,9 +106,10 @@ pub fn check_program(plan: &Plan, training: &TrainingGraph, program: &Program) -
         return report.finish();
     }
     // Hazards and what copies hold take longest, and ask their roles side by side too.
-    let questions: [&(dyn Fn(&mut Report) + Sync); 8] = [
+    let questions: [&(dyn Fn(&mut Report) + Sync); 9] = [
         &|report| memory::check(plan, program, report),
         &|report| pieces::check(program, report),
+        &|report| contracts::check(plan, program, report),
         &|report| calls::check(program, report),
         &|report| hazards::check(program, report),
         &|report| transfers::check(&facts, program, report),

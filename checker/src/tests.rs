@@ -2,7 +2,8 @@
 #![allow(clippy::unwrap_used)]
 
 use crate::{Violation, check_program};
-use ir::cluster::{CLUSTER_VERSION, Cluster, Device, HalfSize};
+use ir::cluster::{CLUSTER_VERSION, Cluster, Device, HalfSize, Pool};
+use ir::collective::CollectiveKind;
 use ir::op::InputKind;
 use ir::plan::{PASSES_VERSION, PLAN_VERSION, Plan, Prediction, Proof, ScheduleKind, StagePlan};
 use ir::program::{
@@ -11,9 +12,9 @@ use ir::program::{
 };
 use ir::training::{TrainingGraph, training_graph};
 use ir::{
-    BufferId, Bytes, DType, DeviceMesh, Graph, InstrId, LogicalMesh, Op, OpKind, Pass, Place, Rank,
-    ReduceKind, Region, Shape, ShardingSpec, StageId, StreamId, TemplateId, TensorType, TrainSpec,
-    ValueId,
+    BufferId, Bytes, Contract, DType, DeviceMesh, Graph, InstrId, LogicalMesh, Op, OpKind, Order,
+    Pass, Place, Rank, ReduceKind, Reduction, Region, Shape, ShardingSpec, StageId, StreamId, Sum,
+    TemplateId, TensorType, TrainSpec, ValueId,
 };
 use std::collections::BTreeMap;
 
@@ -545,6 +546,82 @@ fn the_world_sum_takes_every_entry_once() {
     refused("world_sum", &entries(|inputs| inputs.clear()));
     refused("world_sum", &entries(|inputs| inputs.push(inputs[0])));
     refused("world_sum", &entries(|inputs| inputs[0].0 = 9));
+}
+
+/// The report on a collective between the first two buffers, which have these types, on ranks that
+/// share processors or on others, which sum by a library.
+fn contract(
+    by_library: bool,
+    kind: CollectiveKind,
+    stated: Contract,
+    types: [DType; 2],
+) -> Vec<Violation> {
+    let (mut plan, training) = plan(1);
+    plan.cluster.pool = (!by_library).then_some(Pool {
+        devices: 1,
+        compute_devices: 1.0,
+        memory_bytes: Bytes(1 << 20),
+    });
+    let mut program = program(&plan, &training);
+    let role = &mut program.roles[0];
+    role.buffers[0].dtype = types[0];
+    role.buffers[1].dtype = types[1];
+    role.templates[0].instructions[0].kind = InstrKind::Collective {
+        kind,
+        axes: vec![],
+        contract: stated,
+        items: vec![ir::program::CollectiveItem {
+            step: ir::reshard::LayoutStep::AllReduce { axes: vec![] },
+            input: BufferId(0),
+            output: BufferId(1),
+        }],
+    };
+    let mut report = crate::report::Report::default();
+    crate::contracts::check(&plan, &program, &mut report);
+    report.finish()
+}
+
+#[test]
+fn a_collective_states_what_the_devices_do() {
+    use CollectiveKind::{AllGather, AllReduce, ReduceScatter};
+    let (f32, bf16) = (DType::F32, DType::Bf16);
+    let stated = |operand, sum: Option<(DType, Order)>| {
+        let sum = sum.map(|(dtype, order)| Sum { dtype, order });
+        Contract { operand, sum }
+    };
+    let fixed = |operand| stated(operand, Some((f32, Order::Fixed)));
+    let library = |operand| stated(operand, Some((operand, Order::Library)));
+    let sums = [AllReduce(Reduction::Sum), ReduceScatter(Reduction::Sum)];
+    for dtype in [f32, bf16] {
+        let of = |by_library, kind, stated| contract(by_library, kind, stated, [dtype; 2]);
+        for kind in sums {
+            assert_eq!(of(false, kind, fixed(dtype)), []);
+            assert_eq!(of(true, kind, library(dtype)), []);
+            refused("contract", &of(true, kind, fixed(dtype)));
+            refused("contract", &of(false, kind, library(dtype)));
+            refused("contract", &of(false, kind, stated(dtype, None)));
+        }
+        for kind in [AllGather, AllReduce(Reduction::Max)] {
+            assert_eq!(of(false, kind, stated(dtype, None)), []);
+            assert_eq!(of(true, kind, stated(dtype, None)), []);
+            refused("contract", &of(false, kind, fixed(dtype)));
+            refused("contract", &of(true, kind, library(dtype)));
+        }
+    }
+    // The type of the sum, that of the operands, and that of one buffer of several.
+    let narrow = stated(bf16, Some((bf16, Order::Fixed)));
+    refused("contract", &contract(false, sums[0], narrow, [bf16; 2]));
+    let wide = stated(bf16, Some((f32, Order::Library)));
+    refused("contract", &contract(true, sums[0], wide, [bf16; 2]));
+    refused("contract", &contract(false, sums[0], fixed(f32), [bf16; 2]));
+    let found = contract(false, sums[0], fixed(f32), [f32, bf16]);
+    refused("contract", &found);
+    let said = (found[0].expected.as_str(), found[0].actual.as_str());
+    assert!(
+        said.0.starts_with("bf16 in f32 fixed for buffer 1 ("),
+        "{said:?}"
+    );
+    assert_eq!(said.1, "f32 in f32 fixed");
 }
 
 /// Two stages that exchange transfers 0 (to stage 1) and 1 (back): what each of their

@@ -292,9 +292,12 @@ impl From<runtime::RuntimeError> for Failure {
             e if e.is_consequence() => {
                 Some("the rank that failed first says why, in the messages of its process")
             }
-            Kernel { .. } | Instruction { .. } | Mismatch { .. } | Panic { .. } | Program(_) => {
-                Some(DEFECT)
-            }
+            Kernel { .. }
+            | Instruction { .. }
+            | Mismatch { .. }
+            | Contract { .. }
+            | Panic { .. }
+            | Program(_) => Some(DEFECT),
             Batch(_) => Some(DATA_ARE),
             Diverged { .. } => Some(
                 "lower --lr, add --warmup, or clip gradients; earlier checkpoints are unchanged",

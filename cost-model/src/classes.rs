@@ -135,6 +135,11 @@ mod tests {
         };
         let sum = |a| Instruction {
             kind: InstrKind::Collective {
+                contract: ir::Contract::new(
+                    CollectiveKind::AllReduce(Reduction::Sum),
+                    ir::DType::F32,
+                    ir::Order::Fixed,
+                ),
                 kind: CollectiveKind::AllReduce(Reduction::Sum),
                 axes: vec![AxisId(a)],
                 items: Vec::new(),

@@ -134,6 +134,11 @@ mod tests {
         let dot = |inputs: &[u32], output: u32| named("dot", inputs, output);
         let gather = instr(
             InstrKind::Collective {
+                contract: ir::Contract::new(
+                    CollectiveKind::AllGather,
+                    ir::DType::F32,
+                    ir::Order::Fixed,
+                ),
                 kind: CollectiveKind::AllGather,
                 axes: Vec::new(),
                 items: vec![CollectiveItem {

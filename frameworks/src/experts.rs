@@ -170,6 +170,7 @@ mod tests {
     fn what_moves_hides_behind_as_much_that_computes() {
         let role = role(0, 0, 2);
         let all_to_all = InstrKind::Collective {
+            contract: ir::Contract::new(CollectiveKind::AllToAll, ir::DType::F32, ir::Order::Fixed),
             kind: CollectiveKind::AllToAll,
             axes: vec![AxisId(0)],
             items: Vec::new(),

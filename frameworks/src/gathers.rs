@@ -78,6 +78,11 @@ mod tests {
         role.buffers.iter_mut().for_each(|b| b.dtype = DType::Bf16);
         let gather = |input: u32, output: u32| {
             let kind = InstrKind::Collective {
+                contract: ir::Contract::new(
+                    CollectiveKind::AllGather,
+                    ir::DType::F32,
+                    ir::Order::Fixed,
+                ),
                 kind: CollectiveKind::AllGather,
                 axes: vec![ir::AxisId(0)],
                 items: vec![CollectiveItem {

@@ -72,7 +72,10 @@ fn hide_in(
         pair.copied().unwrap_or(0.0)
     };
     for (instruction, cost) in template.instructions.iter().zip(costs.iter_mut()) {
-        let InstrKind::Collective { kind, axes, items } = &instruction.kind else {
+        let InstrKind::Collective {
+            kind, axes, items, ..
+        } = &instruction.kind
+        else {
             continue;
         };
         let is_paired = |axis: &ir::AxisId| {
@@ -132,6 +135,7 @@ mod tests {
             output: BufferId(output),
         };
         let kind = InstrKind::Collective {
+            contract: ir::Contract::new(kind, ir::DType::F32, ir::Order::Fixed),
             kind,
             axes: vec![ir::AxisId(0)],
             items: vec![item],

@@ -50,7 +50,10 @@ pub(crate) fn hide(
         }
     }
     for (instruction, cost) in template.instructions.iter().zip(costs) {
-        let InstrKind::Collective { kind, axes, items } = &instruction.kind else {
+        let InstrKind::Collective {
+            kind, axes, items, ..
+        } = &instruction.kind
+        else {
             continue;
         };
         let is_piecewise = |a: &ir::AxisId| is_of(role, &software.piecewise_axes, *a);

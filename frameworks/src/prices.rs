@@ -115,7 +115,9 @@ impl Prices<'_> {
                         _ => seconds,
                     };
                 }
-                InstrKind::Collective { kind, axes, items } => {
+                InstrKind::Collective {
+                    kind, axes, items, ..
+                } => {
                     cost.seconds = self.collective(template.kind, *kind, axes, items);
                     *host_s = self.software.host_s_per_kernel;
                 }

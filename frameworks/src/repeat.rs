@@ -215,6 +215,11 @@ mod tests {
             .map(|i| testing::buffer("x", class_of(i), &[4]))
             .collect();
         let gather = |items: &&[[u32; 2]]| InstrKind::Collective {
+            contract: ir::Contract::new(
+                CollectiveKind::AllGather,
+                ir::DType::F32,
+                ir::Order::Fixed,
+            ),
             kind: CollectiveKind::AllGather,
             axes: vec![ir::AxisId(0)],
             items: items

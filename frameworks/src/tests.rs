@@ -74,6 +74,11 @@ fn gradients_may_be_reduced_before_the_end_of_the_step() {
     // Backward writes g0 (100 ns), then g1 (300 ns). The end of the step all-reduces both over
     // two ranks: 4 B x 1000 at 1 B/ns, 2 x 1/2 x 4000 = 4000 ns each.
     let reduce = |b: u32| InstrKind::Collective {
+        contract: ir::Contract::new(
+            CollectiveKind::AllReduce(Reduction::Sum),
+            ir::DType::F32,
+            ir::Order::Fixed,
+        ),
         kind: CollectiveKind::AllReduce(Reduction::Sum),
         axes: vec![ir::AxisId(0)],
         items: vec![CollectiveItem {
@@ -151,6 +156,7 @@ fn gathering(changed: impl Fn(&mut Software)) -> f64 {
     use ir::program::CollectiveItem;
     use ir::reshard::LayoutStep;
     let gather = InstrKind::Collective {
+        contract: ir::Contract::new(CollectiveKind::AllGather, ir::DType::F32, ir::Order::Fixed),
         kind: CollectiveKind::AllGather,
         axes: vec![ir::AxisId(0)],
         items: vec![CollectiveItem {
@@ -216,6 +222,7 @@ fn summing_beside_a_gather(read: u32) -> f64 {
     use ir::program::CollectiveItem;
     use ir::reshard::LayoutStep;
     let collective = |kind, input, output| InstrKind::Collective {
+        contract: ir::Contract::new(kind, ir::DType::F32, ir::Order::Fixed),
         kind,
         axes: vec![ir::AxisId(0)],
         items: vec![CollectiveItem {
@@ -295,6 +302,11 @@ fn pieces_of_a_scatter_hide_behind_the_matmul_and_are_added_up() {
     use ir::reshard::LayoutStep;
     // 2 x 50^3 FLOPs at 5e11 a second: 500 ns; half of 10,000 B at 1 B/ns: 5000 ns.
     let scatter = InstrKind::Collective {
+        contract: ir::Contract::new(
+            CollectiveKind::ReduceScatter(ir::Reduction::Sum),
+            ir::DType::F32,
+            ir::Order::Fixed,
+        ),
         kind: CollectiveKind::ReduceScatter(ir::Reduction::Sum),
         axes: vec![ir::AxisId(0)],
         items: vec![CollectiveItem {
@@ -368,6 +380,11 @@ fn kernels_wait_for_gradients_that_are_not_reduced_beside_them() {
     let axes = vec![ir::AxisId(0)];
     let mut reduce = instr(
         InstrKind::Collective {
+            contract: ir::Contract::new(
+                CollectiveKind::AllReduce(ir::Reduction::Sum),
+                ir::DType::F32,
+                ir::Order::Fixed,
+            ),
             kind: CollectiveKind::AllReduce(ir::Reduction::Sum),
             axes: axes.clone(),
             items: vec![CollectiveItem {
@@ -443,6 +460,7 @@ fn with_copies() -> Program {
     r.buffers = vec![narrow(4000), narrow(2000)];
     r.buffers[1].class = BufferClass::Step;
     let collective = |kind, axis, step, [input, output]: [u32; 2]| InstrKind::Collective {
+        contract: ir::Contract::new(kind, ir::DType::F32, ir::Order::Fixed),
         kind,
         axes: vec![axis],
         items: vec![CollectiveItem {

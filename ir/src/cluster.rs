@@ -6,6 +6,7 @@
 //! host-major, joined by levels of links from the innermost out. Further groups of hosts, missing
 //! devices and degraded links make it [`unequal`].
 
+use crate::collective::Order;
 use crate::program::Space;
 use crate::storage::Storage;
 use crate::{Bytes, DType, DeviceMesh};
@@ -335,6 +336,14 @@ pub struct MeasuredPoint {
 }
 
 impl Cluster {
+    /// The order in which ranks on its devices add up: CPU ranks meet through their hosts' memory,
+    /// GPUs by a library.
+    pub fn order_of_sums(&self) -> Order {
+        match self.pool {
+            Some(_) => Order::Fixed,
+            None => Order::Library,
+        }
+    }
     /// Bytes that a program may use on every rank, as all or a mesh see them.
     pub fn usable_bytes(&self) -> u64 {
         let own = self

@@ -35,7 +35,7 @@ pub mod units;
 pub mod verify;
 pub mod zigzag;
 
-pub use collective::Reduction;
+pub use collective::{Contract, Order, Reduction, Sum};
 pub use graph::{Graph, GraphError, Op, Pass, Place, Region, Value};
 pub use id::{
     AxisId, BufferId, FactorId, InstrId, LayerId, OpId, Rank, StageId, StreamId, TemplateId,

@@ -28,10 +28,11 @@
 //!    another way is a buffer in [`Pieces`]; copies stand before and behind.
 //! 7. *Padding.* Elements of a buffer past its valid local range are zero after every
 //!    instruction.
-//! 8. *Calls.* Neighbours of a list may be one [`Call`], which a device makes of them if it can. What
+//! 8. *Contracts.* A collective adds up as its [`Contract`] says, or keeps more than that.
+//! 9. *Calls.* Neighbours of a list may be one [`Call`], which a device makes of them if it can. What
 //!    they compute is the same but for the rounding of values that are then not written.
 
-use crate::collective::CollectiveKind;
+use crate::collective::{CollectiveKind, Contract, Order};
 use crate::op::InputKind;
 use crate::op::OpKind;
 use crate::reshard::{LayoutStep, Pieces};
@@ -63,6 +64,16 @@ pub struct Program {
 }
 
 impl Program {
+    /// Has its collectives state sums of this order: that of the fabric which is to execute it,
+    /// where lowering stated that of the devices that the plan is for.
+    pub fn restate(&mut self, order: Order) {
+        let templates = self.roles.iter_mut().flat_map(|r| &mut r.templates);
+        for instruction in templates.flat_map(|t| &mut t.instructions) {
+            if let InstrKind::Collective { kind, contract, .. } = &mut instruction.kind {
+                *contract = Contract::new(*kind, contract.operand, order);
+            }
+        }
+    }
     /// The stage that is chunk `chunk` of role `role`, an index.
     pub fn stage_of(&self, role: usize, chunk: u32) -> StageId {
         let stage = self.route.stage_of(role, chunk as usize, self.roles.len());
@@ -339,6 +350,8 @@ pub enum InstrKind {
         kind: CollectiveKind,
         /// Axes of the group.
         axes: Vec<AxisId>,
+        /// The promises that its members may rely on.
+        contract: Contract,
         /// The buffers.
         items: Vec<CollectiveItem>,
     },

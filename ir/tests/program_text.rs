@@ -5,7 +5,7 @@
 use ir::program::{Event, InstrKind, Program, Stream, Which};
 use ir::text::ParseError;
 use ir::text::program::{parse, print, print_rank};
-use ir::{AxisId, InstrId, Rank, StreamId, TemplateId};
+use ir::{AxisId, Contract, DType, InstrId, Order, Rank, StreamId, Sum, TemplateId};
 
 const GOOD: &str = r#"program {
   microbatches 2 of 4 samples
@@ -33,7 +33,7 @@ const GOOD: &str = r#"program {
         i{1+1} dot_general {einsum: "ab,bc->ac"} buf0, buf{1+1} -> buf6 @ h.{0+1}.fc [kernels F layer{0+1} after i{0+1}]
       }
       i4 all_gather over data: buf1 -> buf2 (dim 0), buf3 -> buf4 (dim 1) [collectives over data F layer0]
-      i5 all_reduce sum over data+tensor: buf5 -> buf5, buf6 -> buf6 [collectives over data+tensor F]
+      i5 all_reduce sum of bf16 in f32 library over data+tensor: buf5 -> buf5, buf6 -> buf6 [collectives over data+tensor F]
       i6 local_slice over data: buf1 -> buf2 (dim 0 unit 4) [kernels F]
       i7 all_to_all over data: buf1 -> buf2 (dim 0 to 1 unit 2) [collectives over data F]
     }
@@ -143,6 +143,40 @@ fn waits_name_streams_and_instructions_of_other_slots() {
             axes: vec![AxisId(0), AxisId(1)]
         }
     );
+}
+
+#[test]
+fn a_contract_says_what_buffers_do_not() {
+    let contract = |sum: &str| {
+        let text = GOOD.replacen("sum of bf16 in f32 library", sum, 1);
+        let program = parse(&text).expect("a program");
+        assert_eq!(parse(&print(&program)).as_ref(), Ok(&program), "{sum}");
+        assert!(
+            print(&program).contains(&format!("all_reduce {sum} over")),
+            "{sum}"
+        );
+        match program.roles[0].templates[1].instructions[5].kind {
+            InstrKind::Collective { contract, .. } => contract,
+            _ => panic!("{sum}"),
+        }
+    };
+    let stated = |operand, sum: Option<(DType, Order)>| {
+        let sum = sum.map(|(dtype, order)| Sum { dtype, order });
+        Contract { operand, sum }
+    };
+    let (f32, bf16) = (DType::F32, DType::Bf16);
+    for (sum, expected) in [
+        (
+            "sum of bf16 in f32 library",
+            stated(bf16, Some((f32, Order::Library))),
+        ),
+        ("sum in f32 fixed", stated(f32, Some((f32, Order::Fixed)))),
+        ("sum in bf16 fixed", stated(f32, Some((bf16, Order::Fixed)))),
+        ("sum", stated(f32, None)),
+        ("max of i32", stated(DType::I32, None)),
+    ] {
+        assert_eq!(contract(sum), expected, "{sum}");
+    }
 }
 
 /// Equal layers are written once: a program of ten times as many has hardly more lines.
@@ -287,6 +321,12 @@ fn errors_name_place_and_reason() {
             "data+^: buf5",
             "expected an axis of the mesh",
         ),
+        (
+            "in f32 library",
+            "in ^f31 library",
+            "`f31` is not an element type",
+        ),
+        ("in f32 library", "in f32 ^any", "`any` is not the order"),
         ("send x0 buf6", "send ^x1 buf6", "expected a transfer"),
         ("begin0\n", "^begin1\n", "the role has no such template"),
         ("in buf5", "^to buf5", "expected `in`"),

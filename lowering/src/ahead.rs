@@ -135,11 +135,11 @@ mod tests {
     fn backward(more: &[&str]) -> RoleProgram {
         let before = [
             "fill 1.0 -> buf2 [kernels BW layer0]",
-            "reduce_scatter sum over data: buf2 -> buf3 (dim 0) [collectives over data BW layer0]",
+            "reduce_scatter sum in f32 fixed over data: buf2 -> buf3 (dim 0) [collectives over data BW layer0]",
         ];
         let behind = [
             "accumulate {dtype: f32} buf1 -> buf4 @ use [kernels BW layer0]",
-            "reduce_scatter sum over data: buf4 -> buf5 (dim 0) [collectives over data BW layer0]",
+            "reduce_scatter sum in f32 fixed over data: buf4 -> buf5 (dim 0) [collectives over data BW layer0]",
         ];
         let lines = before.iter().chain(more).chain(&behind).enumerate();
         let lines: Vec<String> = lines.map(|(i, line)| format!("i{i} {line}")).collect();

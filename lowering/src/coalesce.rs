@@ -54,7 +54,9 @@ struct Sort {
 impl Buffers<'_> {
     fn sort(&self, i: &Instruction) -> Option<Sort> {
         match &i.kind {
-            InstrKind::Collective { kind, axes, items } => {
+            InstrKind::Collective {
+                kind, axes, items, ..
+            } => {
                 let dtype = self.all[items.first()?.input.index()].dtype;
                 Some(Sort {
                     kind: *kind,
@@ -267,6 +269,11 @@ mod tests {
             output: BufferId(b),
         };
         instruction(InstrKind::Collective {
+            contract: ir::Contract::new(
+                CollectiveKind::AllReduce(Reduction::Sum),
+                ir::DType::F32,
+                ir::Order::Fixed,
+            ),
             kind: CollectiveKind::AllReduce(Reduction::Sum),
             axes: vec![AxisId::new(0)],
             items: vec![item],

@@ -236,6 +236,11 @@ mod tests {
         };
         let gathers: Vec<InstrKind> = (0..5)
             .map(|_| InstrKind::Collective {
+                contract: ir::Contract::new(
+                    CollectiveKind::AllGather,
+                    ir::DType::F32,
+                    ir::Order::Fixed,
+                ),
                 kind: CollectiveKind::AllGather,
                 axes: vec![x],
                 items: vec![CollectiveItem {

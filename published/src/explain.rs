@@ -99,7 +99,9 @@ fn label(program: &Program, role: &RoleProgram, instruction: &Instruction) -> St
             let out = outputs.first().map(shape).unwrap_or_default();
             format!("{name} {} {out}", general.join("."))
         }
-        InstrKind::Collective { kind, axes, items } => {
+        InstrKind::Collective {
+            kind, axes, items, ..
+        } => {
             let names: Vec<&str> = axes.iter().map(|a| role.mesh.name(*a)).collect();
             let of = items.first().map(|i| shape(&i.input)).unwrap_or_default();
             format!(

@@ -30,6 +30,16 @@ pub enum RuntimeError {
         #[source]
         source: Box<RuntimeError>,
     },
+    /// A collective states more than the fabric by which ranks meet keeps.
+    #[error("{what} states {stated}, and the ranks' fabric makes {made}")]
+    Contract {
+        /// The collective.
+        what: String,
+        /// Its contract.
+        stated: String,
+        /// The contract that the fabric keeps.
+        made: String,
+    },
     /// A rank's thread panicked: a mistake of the runtime or of the program.
     #[error("{rank} panicked: {message}")]
     Panic {

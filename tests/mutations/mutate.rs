@@ -1,7 +1,7 @@
 //! Ways to spoil a program. Each takes a random place and says whether it found one.
 
 use super::plans::Random;
-use ir::collective::CollectiveKind;
+use ir::collective::{CollectiveKind, Order};
 use ir::op::{InputKind, OpKind, Unary};
 use ir::program::{BufferClass, Event, InstrKind, Instruction, Program, RoleProgram, Which};
 use ir::reshard::{LayoutStep, Pieces};
@@ -60,6 +60,7 @@ pub const CLASSES: &[(&str, Mutation)] = &[
     ("drop state", drop_state),
     ("wrong loss buffer", loss_buffer),
     ("wrong norm buffer", norm_buffer),
+    ("wrong contract", contract),
 ];
 
 fn role<'a>(p: &'a mut Program, r: &mut Random) -> &'a mut RoleProgram {
@@ -451,6 +452,35 @@ fn reduction(p: &mut Program, r: &mut Random) -> bool {
             true
         },
     )
+}
+
+/// Changes the type, the type of the sum, or the order that a collective states.
+fn contract(p: &mut Program, r: &mut Random) -> bool {
+    change(p, r, &is_collective, &mut |k, r| {
+        let InstrKind::Collective { contract, .. } = k else {
+            return false;
+        };
+        let types = [DType::F32, DType::Bf16, DType::F16];
+        match (&mut contract.sum, r.below(3)) {
+            (Some(sum), 0) => {
+                sum.order = match sum.order {
+                    Order::Fixed => Order::Library,
+                    Order::Library => Order::Fixed,
+                }
+            }
+            (sum @ Some(_), 1) if r.below(2) == 0 => *sum = None,
+            (Some(sum), 1) => match other(r, &types, &sum.dtype) {
+                Some(dtype) => sum.dtype = dtype,
+                None => return false,
+            },
+            (sum @ None, 0) => *sum = Some(Order::Fixed.sum(contract.operand)),
+            _ => match other(r, &types, &contract.operand) {
+                Some(dtype) => contract.operand = dtype,
+                None => return false,
+            },
+        }
+        true
+    })
 }
 
 /// Changes a step of a collective or slice.

@@ -449,7 +449,9 @@ fn local(r: &mut Role, kind: &InstrKind, m: Option<u32>) -> Result<(), String> {
             outputs,
             ..
         } => compute(r, kind, inputs, outputs, m),
-        InstrKind::Collective { kind, axes, items } => {
+        InstrKind::Collective {
+            kind, axes, items, ..
+        } => {
             let mut results = Vec::new();
             for item in items {
                 let (print, before) = r.read(item.input, m)?;

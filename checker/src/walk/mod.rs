@@ -118,6 +118,7 @@ fn variants(role: &RoleProgram) -> Variants {
             kind: CollectiveKind::AllReduce(_),
             axes,
             items,
+            ..
         } = &instr.kind
         {
             for item in items.iter().filter(|i| i.input == i.output) {

@@ -79,7 +79,9 @@ fn communicates(
 ) -> Vec<(&'static str, String, u64, u64)> {
     let bytes = |b: &ir::BufferId| role.buffer(*b).bytes;
     match kind {
-        InstrKind::Collective { kind, axes, items } => {
+        InstrKind::Collective {
+            kind, axes, items, ..
+        } => {
             let total = items
                 .iter()
                 .map(|i| bytes(&i.input).max(bytes(&i.output)))

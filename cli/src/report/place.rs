@@ -96,7 +96,9 @@ fn does(loaded: &Loaded, role: &RoleProgram, instruction: &Instruction) -> Strin
     let one = |b: &BufferId| tensor(name(b)).to_string();
     match &instruction.kind {
         InstrKind::Compute { path, .. } => format!("computing {path}"),
-        InstrKind::Collective { kind, axes, items } => {
+        InstrKind::Collective {
+            kind, axes, items, ..
+        } => {
             let axis = |a: &ir::AxisId| role.mesh.axes.get(a.index()).map(|a| a.name.as_str());
             let axes: Vec<&str> = axes.iter().filter_map(axis).collect();
             format!(

@@ -333,7 +333,9 @@ impl RoleCosts<'_> {
                 compute::write_time(self.cluster, self.bytes(*output)).0,
                 CostClass::Compute,
             ),
-            InstrKind::Collective { kind, axes, items } => {
+            InstrKind::Collective {
+                kind, axes, items, ..
+            } => {
                 let seconds = self.collective(*kind, axes, items);
                 (seconds, CostClass::Collective)
             }

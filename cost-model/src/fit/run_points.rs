@@ -66,7 +66,9 @@ fn probe(role: &RoleProgram, instruction: &Instruction) -> Option<(String, Vec<u
             );
             Some(kernel(kind, &x, &y))
         }
-        InstrKind::Collective { kind, axes, items } => {
+        InstrKind::Collective {
+            kind, axes, items, ..
+        } => {
             let operands: Vec<BufferId> = items.iter().map(|i| i.input).collect();
             let is_known = !matches!(kind, CollectiveKind::AllToAll | CollectiveKind::Shift);
             let bytes = |b: BufferId| role.buffer(b).bytes;

@@ -3,10 +3,10 @@
 //!
 //! Communicators are an adversary too. One that is being formed or split, and a group of calls,
 //! take some polls of `ncclCommGetAsyncError` until they are there: who puts work on a stream
-//! before that has it in the wrong order. Sums begin with another member in every call and round
-//! after each. Members who come with another call, count or type are told, all of them, who did; so
-//! are those who wait for a member that has left or whose process is gone. Several ranks of a
-//! communicator may use one GPU if `NCCL_MULTI_RANK_GPU_ENABLE` is 1.
+//! before that has it in the wrong order. Sums begin with another member in every call and
+//! communicator and round after each. Members who come with another call, count or type are told,
+//! all of them, who did; so are those who wait for a member that has left or whose process is gone.
+//! Several ranks of a communicator may use one GPU if `NCCL_MULTI_RANK_GPU_ENABLE` is 1.
 
 #![allow(unsafe_code)] // pointers of the caller's, who promises what the documentation asks for
 #![allow(missing_docs, non_snake_case, clippy::missing_safety_doc)] // NCCL's own

@@ -133,9 +133,11 @@ impl Task {
             kind => {
                 let operands: Vec<Vec<u8>> = (0..n).map(operand).collect::<Result<_, _>>()?;
                 match kind {
-                    // Not the members' order, and another one each time, but all have the same.
+                    // Not the members' order, and another one each time and in each communicator,
+                    // but all members have the same.
                     Kind::AllReduce(by) | Kind::ReduceScatter(by) => {
-                        reduce(by, call.of, &operands, number as usize + 1)
+                        let first = number as usize + clique.number + 1;
+                        reduce(by, call.of, &operands, first)
                     }
                     _ => operands.concat(),
                 }

@@ -4,9 +4,10 @@ use super::{Emitter, Located, serves};
 use crate::draft::{DraftBuffer, Lifetime, Serves};
 use crate::error::LowerError;
 use crate::uses::UseBy;
+use ir::collective::CollectiveKind;
 use ir::program::{CollectiveItem, InstrKind, Space};
 use ir::reshard::{LayoutStep, paths};
-use ir::{BufferId, Op, OpId, OpKind, ShardingSpec, StageId, ValueId};
+use ir::{BufferId, Contract, DType, Op, OpId, OpKind, ShardingSpec, StageId, ValueId};
 
 impl<'a> Emitter<'_, 'a> {
     /// Operand `i` of an op, in the spec that the op wants.
@@ -181,9 +182,11 @@ impl<'a> Emitter<'_, 'a> {
                     input: from.buffer,
                     output: members.as_ref().map_or(output, |m| m.0),
                 };
+                let dtype = self.r.graph().ty(v).dtype;
                 InstrKind::Collective {
                     kind,
                     axes: step.axes(),
+                    contract: self.contract(kind, dtype),
                     items: vec![item],
                 }
             }
@@ -203,6 +206,11 @@ impl<'a> Emitter<'_, 'a> {
             };
             self.role(stage).push(combine, serves);
         }
+    }
+
+    /// The contract of a collective: that of the devices that the plan is for.
+    pub(super) fn contract(&self, kind: CollectiveKind, operand: DType) -> Contract {
+        Contract::new(kind, operand, self.r.plan.cluster.order_of_sums())
     }
 
     /// A buffer for the values of all members, and the op that combines them, where no library has

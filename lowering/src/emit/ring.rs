@@ -215,9 +215,12 @@ impl Emitter<'_, '_> {
             input,
             output,
         };
+        // Keys and values, or their gradients, have one type.
+        let dtype = self.role(ring.stage).buffers[from[0].index()].dtype;
         let kind = InstrKind::Collective {
             kind: CollectiveKind::Shift,
             axes: vec![axis],
+            contract: self.contract(CollectiveKind::Shift, dtype),
             items: from.iter().zip(to).map(item).collect(),
         };
         self.role(ring.stage).push(kind, serves(op));

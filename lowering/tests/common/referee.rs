@@ -283,7 +283,9 @@ impl<'a> Referee<'a> {
                 assert_eq!(*kind, self.training.graph.op(id).kind, "{path}");
                 self.compute(role, id, inputs, outputs, m);
             }
-            InstrKind::Collective { kind, axes, items } => {
+            InstrKind::Collective {
+                kind, axes, items, ..
+            } => {
                 for item in items {
                     let held = self.read(role, item.input, m);
                     assert_eq!(item.step.collective(&held.spec), Some(*kind));

@@ -541,6 +541,7 @@ impl ProgramOfProbes {
             kind.name(),
             size,
             InstrKind::Collective {
+                contract: ir::Contract::new(kind, ir::DType::F32, ir::Order::Fixed),
                 kind,
                 axes: vec![GROUP],
                 items: vec![CollectiveItem {
@@ -571,6 +572,11 @@ impl ProgramOfProbes {
             output,
         }];
         self.push(InstrKind::Collective {
+            contract: ir::Contract::new(
+                CollectiveKind::AllReduce(Reduction::Sum),
+                ir::DType::F32,
+                ir::Order::Fixed,
+            ),
             kind: CollectiveKind::AllReduce(Reduction::Sum),
             axes,
             items,

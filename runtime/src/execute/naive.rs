@@ -11,6 +11,7 @@ use ir::{
     AxisId, BufferId, DType, InstrId, LogicalMesh, Op, OpKind, Pass, Region, ShardingSpec, StageId,
     StreamId, TemplateId, TransferId, ValueId,
 };
+use ir::{Contract, Order};
 use std::collections::{BTreeMap, BTreeSet};
 
 const BEGIN: usize = 0;
@@ -441,7 +442,16 @@ impl Lowering<'_> {
                             input: from,
                             output: gathered,
                         }];
-                        this.push(template, InstrKind::Collective { kind, axes, items });
+                        let contract = Contract::new(kind, before.dtype, Order::Fixed);
+                        this.push(
+                            template,
+                            InstrKind::Collective {
+                                kind,
+                                axes,
+                                contract,
+                                items,
+                            },
+                        );
                         this.push(
                             template,
                             InstrKind::Compute {
@@ -473,7 +483,16 @@ impl Lowering<'_> {
                         input,
                         output: result,
                     }];
-                    this.push(template, InstrKind::Collective { kind, axes, items });
+                    let contract = Contract::new(kind, before.dtype, Order::Fixed);
+                    this.push(
+                        template,
+                        InstrKind::Collective {
+                            kind,
+                            axes,
+                            contract,
+                            items,
+                        },
+                    );
                     from = output;
                     if result != output {
                         let input = result;

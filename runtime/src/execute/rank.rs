@@ -199,6 +199,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
             }
         }
         let calls = calls::calls(&program, this, rank, &locals)?;
+        calls::kept(&calls, fabric.order())?;
         let record = options.record.as_ref().map(|of| {
             let begun = Record::create(&of.folder, &of.plan, rank);
             match begun {

@@ -2,12 +2,14 @@
 //! with a way to open worlds of it, or [`passes_apart`] in each of several processes that have the
 //! ranks. Each case panics with what was expected.
 //!
-//! Results are worked out here element by element, from the definition of the collective. Where a
-//! fabric sums in an order of its own ([`Order::Library`]) they may differ by rounding, but never
-//! between the members of a group.
+//! Results are worked out here element by element, from the definition of the collective. Each call
+//! states the contract of the fabric that it is given to, and its result is held to that: where it
+//! states a library's order ([`Order::Library`]) sums may differ by rounding, but never between the
+//! members of a group. All else has the same bits.
 
 use super::{
-    Call, CallKind, Collective, Exchange, Fabric, Item, Moved, Order, Places, Rows, RuntimeError,
+    Call, CallKind, Collective, Contract, Exchange, Fabric, Item, Moved, Order, Places, Rows,
+    RuntimeError,
 };
 use crate::device::{Device, Place, Space};
 use crate::execute::{Local, narrow, widen};
@@ -183,11 +185,14 @@ fn named(kind: CallKind) -> Call {
     }
 }
 
-fn collective(kind: CollectiveKind, group: &[Rank], items: Vec<Item>) -> Collective {
+/// A call that states the contract of a fabric whose sums have this order.
+fn collective(order: Order, kind: CollectiveKind, group: &[Rank], items: Vec<Item>) -> Collective {
+    let dtype = items.first().map(|i| i.dtype);
     Collective {
         kind,
         group: group.to_vec(),
         number: 0,
+        contract: Contract::new(kind, dtype.unwrap_or(DType::F32), order),
         items,
     }
 }
@@ -364,12 +369,10 @@ fn one_collective<D: Device, F: Fabric<D>>(
     let operands: Vec<Vec<u8>> = group.iter().map(|&r| numbers(dtype, r, elements)).collect();
     let sources = sources(kind, (n, me), shapes);
     let what = format!("{} over {group:?}, {shapes:?}", kind.name());
+    let of = collective(member.fabric.order(), kind, group, vec![item]);
+    let contract = of.contract;
     let got = member
-        .collect(
-            collective(kind, group, vec![item]),
-            &operands[me],
-            sources.len() * size,
-        )
+        .collect(of, &operands[me], sources.len() * size)
         .unwrap_or_else(|e| panic!("{what}: {e}"));
     let Some(reduce) = reduce else {
         for (i, from) in sources.iter().enumerate() {
@@ -391,9 +394,9 @@ fn one_collective<D: Device, F: Fabric<D>>(
             reduced(reduce, terms)
         })
         .collect();
-    match member.fabric.order() {
-        Order::Fixed => assert_eq!(got, stored(dtype, &expected), "{what}"),
-        Order::Library => {
+    match contract.sum.map(|s| s.order) {
+        Some(Order::Fixed) | None => assert_eq!(got, stored(dtype, &expected), "{what}"),
+        Some(Order::Library) => {
             let rounding = match dtype {
                 DType::F32 => 1e-6,
                 _ => 1e-2,
@@ -438,7 +441,8 @@ fn together<D: Device, F: Fabric<D>>(
             at = (at + bytes.len()).next_multiple_of(8);
         }
         let items = sizes.iter().map(|&(dtype, n)| whole(dtype, n)).collect();
-        let of = collective(AllReduce(Reduction::Sum), &group, items);
+        let order = member.fabric.order();
+        let of = collective(order, AllReduce(Reduction::Sum), &group, items);
         let both = Places {
             inputs: places.clone(),
             outputs: places.clone(),
@@ -454,15 +458,20 @@ fn together<D: Device, F: Fabric<D>>(
             "members have other sums of {sizes:?}"
         );
         for (&(dtype, n), result) in sizes.iter().zip(&sums) {
-            are_sums_of(&group, (dtype, n), result);
+            are_sums_of(&group, (dtype, n), order, result);
         }
     });
 }
 
 /// Whether these are the sums of what the members of a group bring.
-fn are_sums_of(group: &[Rank], (dtype, n): (DType, usize), result: &[u8]) {
+fn are_sums_of(group: &[Rank], (dtype, n): (DType, usize), order: Order, result: &[u8]) {
     let term = |&r: &Rank| loaded(dtype, &numbers(dtype, r, n));
     let terms: Vec<Vec<f32>> = group.iter().map(term).collect();
+    if order == Order::Fixed {
+        let sum = |i| reduced(Reduction::Sum, terms.iter().map(|t| t[i]));
+        let sums: Vec<f32> = (0..n).map(sum).collect();
+        return assert_eq!(result, stored(dtype, &sums), "{n} {dtype:?}");
+    }
     let tolerance = if dtype == DType::F32 { 1e-4 } else { 1e-2 };
     for (i, &sum) in loaded(dtype, result).iter().enumerate() {
         let expected: f32 = terms.iter().map(|t| t[i]).sum();
@@ -483,7 +492,7 @@ fn groups_meet_at_the_same_time<D: Device, F: Fabric<D>>(open: Open<'_, D, F>) {
                 let mut item = whole(DType::I32, 1);
                 item.result = Rows { rows: 1, n: 2 };
                 let mine = [me.0 as u8, round, 0, 0];
-                let of = collective(AllGather, &group, vec![item]);
+                let of = collective(member.fabric.order(), AllGather, &group, vec![item]);
                 let all = member.collect(of, &mine, 8).expect("it gathers");
                 let expected: Vec<u8> = group
                     .iter()
@@ -493,7 +502,8 @@ fn groups_meet_at_the_same_time<D: Device, F: Fabric<D>>(open: Open<'_, D, F>) {
             }
         }
         let all = ranks(&[0, 1, 2, 3]);
-        let of = collective(AllReduce(Reduction::Max), &all, vec![whole(DType::F32, 1)]);
+        let (order, kind) = (member.fabric.order(), AllReduce(Reduction::Max));
+        let of = collective(order, kind, &all, vec![whole(DType::F32, 1)]);
         let most = member.collect(of, &(me.0 as f32).to_le_bytes(), 4);
         assert_eq!(most.expect("all meet"), 3f32.to_le_bytes());
     });
@@ -510,6 +520,7 @@ fn communicators_of_one_group_meet_in_any_order<D: Device, F: Fabric<D>>(open: O
             let at = place(8 * number as usize, 4);
             member.set(at, &(number as f32).to_le_bytes());
             let mut of = collective(
+                member.fabric.order(),
                 AllReduce(Reduction::Sum),
                 &group,
                 vec![whole(DType::F32, 1)],
@@ -750,25 +761,28 @@ fn since_1970(at: SystemTime) -> u128 {
 
 fn other_calls_are_told<D: Device, F: Fabric<D>>(open: Open<'_, D, F>, apart: Option<Gather<'_>>) {
     let sum = AllReduce(Reduction::Sum);
+    let one = || vec![whole(DType::F32, 4)];
     let cases = [
-        (AllReduce(Reduction::Max), vec![whole(DType::F32, 4)]),
-        (AllGather, vec![whole(DType::F32, 4)]),
-        (sum, vec![whole(DType::F32, 3)]),
-        (sum, vec![whole(DType::Bf16, 4)]),
-        (sum, vec![whole(DType::F32, 4); 2]),
+        (Order::Library, AllReduce(Reduction::Max), one()),
+        (Order::Library, AllGather, one()),
+        (Order::Library, sum, vec![whole(DType::F32, 3)]),
+        (Order::Library, sum, vec![whole(DType::Bf16, 4)]),
+        (Order::Library, sum, vec![whole(DType::F32, 4); 2]),
+        // The same but for the contract.
+        (Order::Fixed, sum, one()),
     ];
-    for (kind, items) in cases {
+    for (order, kind, items) in cases {
         let words = Words::among(&[0, 1], apart);
         on_ranks(open(2, MIB, PATIENCE), |mut member| {
-            let (kind, items) = match member.rank() {
-                Rank(0) => (sum, vec![whole(DType::F32, 4)]),
-                _ => (kind, items.clone()),
+            let (order, kind, items) = match member.rank() {
+                Rank(0) => (Order::Library, sum, one()),
+                _ => (order, kind, items.clone()),
             };
             let at = |(i, item): (usize, &Item)| {
                 place(64 * i, item.elements * item.dtype.bytes() as usize)
             };
             let places: Vec<Place> = items.iter().enumerate().map(at).collect();
-            let of = collective(kind, &ranks(&[0, 1]), items);
+            let of = collective(order, kind, &ranks(&[0, 1]), items);
             let places = Places {
                 inputs: places.clone(),
                 outputs: places,
@@ -780,7 +794,10 @@ fn other_calls_are_told<D: Device, F: Fabric<D>>(open: Open<'_, D, F>, apart: Op
             let errors = words.gather(member.rank(), error);
             let told = errors.iter().find(|e| e.contains("brought"));
             let told = told.unwrap_or_else(|| panic!("nobody says what does not fit: {errors:?}"));
-            assert!(told.contains("all_reduce of 4 f32"), "{told}");
+            assert!(
+                told.contains("all_reduce of 4 f32 in f32 library"),
+                "{told}"
+            );
         });
     }
 }

@@ -20,6 +20,7 @@ use crate::error::RuntimeError;
 use crate::execute::Local;
 use crate::execute::collective::Rows;
 use ir::collective::CollectiveKind;
+pub use ir::collective::{Contract, Order};
 use ir::reshard::Tile;
 use ir::{DType, Rank, Reduction, StreamId};
 use serde::{Deserialize, Serialize};
@@ -55,10 +56,12 @@ pub enum CallKind {
 pub struct Collective {
     /// The operation.
     pub kind: CollectiveKind,
-    /// The members; reductions go in this order, unless the fabric's own library decides.
+    /// The members; sums of a fixed order have this one.
     pub group: Vec<Rank>,
     /// Tells communicators of one group from each other.
     pub number: u32,
+    /// The promises that the members may rely on, the same for all of them.
+    pub contract: Contract,
     /// The buffers.
     pub items: Vec<Item>,
 }
@@ -66,7 +69,7 @@ pub struct Collective {
 /// A buffer of a collective: pieces for and from members, each in as many parts as there are rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Item {
-    /// Type of the elements; sums are made in f32.
+    /// Type of the elements.
     pub dtype: DType,
     /// Elements of every member's operand.
     pub elements: usize,
@@ -123,10 +126,13 @@ impl Call {
             operand: Rows::ONE,
             result: Rows::ONE,
         };
+        let kind = CollectiveKind::AllReduce(Reduction::Sum);
         Call {
             what: what.into(),
             kind: CallKind::Collective(Collective {
-                kind: CollectiveKind::AllReduce(Reduction::Sum),
+                kind,
+                // Any order will do: all addends of an entry but one are zero.
+                contract: Contract::new(kind, DType::F32, Order::Library),
                 group,
                 number,
                 items: lens.iter().map(item).collect(),
@@ -136,15 +142,17 @@ impl Call {
 }
 
 impl Collective {
-    /// Whether two members of a communicator can meet with these.
+    /// Whether two members of a communicator can meet with these: they state one contract too.
     pub fn agrees(&self, other: &Collective) -> bool {
-        self.kind == other.kind && self.items == other.items
+        self.kind == other.kind && self.contract == other.contract && self.items == other.items
     }
-    /// Kind, types and elements: `all_gather of 12 f32`.
+    /// Kind, types and elements, and the sum: `all_gather of 12 f32`, `all_reduce of 4 bf16 in f32
+    /// fixed`.
     pub fn describe(&self) -> String {
         let item = |i: &Item| format!("{} {}", i.elements, i.dtype.name());
         let items: Vec<String> = self.items.iter().map(item).collect();
-        format!("{} of {}", self.kind.name(), items.join(", "))
+        let (name, items) = (self.kind.name(), items.join(", "));
+        format!("{name} of {items}{}", self.contract.describe_sum())
     }
 }
 
@@ -158,15 +166,14 @@ pub enum Meets {
     Nccl,
 }
 
-/// The order in which a fabric adds up the operands of a reduction.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Order {
-    /// That of the group, pairwise from the left, in f32 and rounded once: the same bits in every
-    /// run and on every fabric that says so.
-    Fixed,
-    /// Whatever the library finds fastest. Members of a group have the same bits; runs, and other
-    /// groups that reduce the same operands, may differ by rounding.
-    Library,
+impl Meets {
+    /// The order of its fabric's sums, which programs for it state.
+    pub fn order(self) -> Order {
+        match self {
+            Meets::Host => Order::Fixed,
+            Meets::Nccl => Order::Library,
+        }
+    }
 }
 
 /// One rank's way to the others. Dropped, the rank has left: who waits for it fails with its
@@ -177,7 +184,7 @@ pub trait Fabric<D: Device>: Send {
 
     /// The rank.
     fn rank(&self) -> Rank;
-    /// The order of its reductions.
+    /// The order of its sums: a rank refuses a program that states more.
     fn order(&self) -> Order;
     /// Begins a call after all that the stream has been given. Operands may be read until it is
     /// over.

@@ -98,7 +98,7 @@ pub(super) fn lie(lens: impl Iterator<Item = usize>) -> Vec<Range<usize>> {
 mod tests {
     use super::*;
     use crate::execute::collective::Rows;
-    use ir::{DType, Rank, Reduction};
+    use ir::{Contract, DType, Order, Rank, Reduction};
 
     fn of(kind: CollectiveKind, elements: usize, operand: Rows) -> Collective {
         let item = Item {
@@ -111,6 +111,7 @@ mod tests {
             kind,
             group: (0..3).map(Rank).collect(),
             number: 0,
+            contract: Contract::new(kind, DType::F32, Order::Fixed),
             items: vec![item],
         }
     }

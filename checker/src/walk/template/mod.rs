@@ -103,7 +103,9 @@ impl Run<'_, '_> {
                 false if self.combines(inputs) => self.combined(path, kind, (inputs, outputs)),
                 false => self.compute(path, kind, inputs, outputs),
             },
-            InstrKind::Collective { kind, axes, items } => self.collective(*kind, axes, items),
+            InstrKind::Collective {
+                kind, axes, items, ..
+            } => self.collective(*kind, axes, items),
             InstrKind::Slice {
                 step,
                 input,

@@ -39,12 +39,19 @@ pub(super) fn chosen(
         meets: Meets::Host,
         by: Some(HOST.into()),
     };
-    let by_nccl = |found: String| Chosen {
-        meets: Meets::Nccl,
-        by: Some(match shares {
-            true => format!("{found}, several on a GPU"),
-            false => found,
-        }),
+    let by_nccl = |found: String| {
+        if loaded.plan.cluster.order_of_sums() != Meets::Nccl.order() {
+            crate::say(format_args!(
+                "note: the plan's sums have a fixed order, and NCCL adds in its own: losses of runs may differ by rounding; --fabric host keeps the order"
+            ));
+        }
+        Chosen {
+            meets: Meets::Nccl,
+            by: Some(match shares {
+                true => format!("{found}, several on a GPU"),
+                false => found,
+            }),
+        }
     };
     let found = || nccl::check(shares).and_then(|()| nccl::found());
     match args.fabric {

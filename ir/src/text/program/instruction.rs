@@ -4,11 +4,11 @@
 use super::parse::Parser;
 use super::print::{Printer, name};
 use super::{INPUTS, list, reductions};
-use crate::collective::CollectiveKind;
+use crate::collective::{CollectiveKind, Contract, Order, Sum};
 use crate::program::{Call, CollectiveItem, Event, InstrKind, Instruction, RoleProgram, Which};
 use crate::reshard::LayoutStep;
 use crate::text::{PASSES, ParseError, attributes, word_of};
-use crate::{AxisId, BufferId, InstrId, LayerId, TransferId};
+use crate::{AxisId, BufferId, DType, InstrId, LayerId, TransferId};
 use std::fmt::Write;
 
 /// The layout change that needs no communication.
@@ -36,6 +36,16 @@ impl Printer<'_> {
             let _ = write!(line, " after {waits}");
         }
         line + "]"
+    }
+
+    /// The operands' type, where it is not that of the first one's buffer, and the sum.
+    fn contract(&self, contract: &Contract, first: Option<BufferId>) -> String {
+        let buffer = first.and_then(|b| self.role.buffers.get(b.index()));
+        let operand = match buffer.map(|b| b.dtype) {
+            Some(dtype) if dtype == contract.operand => String::new(),
+            _ => format!(" of {}", contract.operand.name()),
+        };
+        operand + &contract.describe_sum()
     }
 
     fn event(&self, event: &Event) -> String {
@@ -78,7 +88,12 @@ impl Printer<'_> {
                 }
                 line + " @ " + &name(path)
             }
-            InstrKind::Collective { kind, axes, items } => {
+            InstrKind::Collective {
+                kind,
+                axes,
+                contract,
+                items,
+            } => {
                 let reduction = match kind {
                     CollectiveKind::AllReduce(r) | CollectiveKind::ReduceScatter(r) => {
                         format!(" {}", word_of(*r, &reductions()))
@@ -93,9 +108,11 @@ impl Printer<'_> {
                     }
                     _ => moved(i.input, i.output, &i.step),
                 };
+                let first = items.first().map(|i| i.input);
                 let items = items.iter().map(item);
                 let (name, over, items) = (kind.name(), self.over(axes), list(items));
-                format!("{name}{reduction}{over}: {items}")
+                let contract = self.contract(contract, first);
+                format!("{name}{reduction}{contract}{over}: {items}")
             }
             InstrKind::Slice {
                 step,
@@ -263,9 +280,16 @@ impl Parser<'_> {
                         }
                     }
                 };
+                let (operand, sum) = self.contract()?;
                 let axes = self.over(role)?;
                 let items = self.commas(|p| p.item(name, &axes, role))?;
-                InstrKind::Collective { kind, axes, items }
+                let operand = operand.unwrap_or(role.buffer(items[0].input).dtype);
+                InstrKind::Collective {
+                    kind,
+                    axes,
+                    contract: Contract { operand, sum },
+                    items,
+                }
             }
             SLICE => {
                 let axes = self.over(role)?;
@@ -347,6 +371,21 @@ impl Parser<'_> {
         })
     }
 
+    /// `of bf16 in f32 fixed`: the operands' type, where it is not that of their buffers, and the
+    /// sum, where the collective adds.
+    fn contract(&mut self) -> Result<(Option<DType>, Option<Sum>), ParseError> {
+        let operand = match self.s.eat_word("of") {
+            true => Some(self.s.dtype()?),
+            false => None,
+        };
+        if !self.s.eat_word("in") {
+            return Ok((operand, None));
+        }
+        let dtype = self.s.dtype()?;
+        let orders = Order::ALL.map(|o| (o, o.name()));
+        let order = self.s.choice("the order", &orders)?;
+        Ok((operand, Some(Sum { dtype, order })))
+    }
     /// `over x+y:`.
     fn over(&mut self, role: &RoleProgram) -> Result<Vec<AxisId>, ParseError> {
         self.s.expect_word("over")?;

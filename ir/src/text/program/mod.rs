@@ -15,7 +15,7 @@
 //!     }
 //!     template F1 {
 //!       i4 dot_general {einsum: "bsh,hf->bsf"} buf7, buf0 -> buf1 @ h.0.fc [kernels F layer1 after i3]
-//!       i5 all_reduce sum over tensor: buf2 -> buf2 [collectives over tensor F layer1 after i4]
+//!       i5 all_reduce sum in f32 fixed over tensor: buf2 -> buf2 [collectives over tensor F layer1 after i4]
 //!     }
 //!     template x3 {
 //!       i0 exchange send x0 buf1 [transfers F after i4 of F1:m]
@@ -48,9 +48,12 @@
 //!
 //! *An instruction* has an operation, operands, `->`, results, for ops the path in the training
 //! graph behind `@`, and in brackets its stream, pass, layer, and what it waits for. Ops have
-//! attributes as in the text of graphs. An item of a collective says in parentheses what of its
-//! layout step the collective does not say: `(members)` is a gather of partial values, which the op
-//! behind it combines. `local_slice` is the step without communication.
+//! attributes as in the text of graphs. A collective that adds states behind `in` the type of the
+//! sum and whether its order is `fixed` or the `library`'s; one whose contract states another type
+//! of operands than its first buffer has (no correct program's) states that behind `of`. An item of
+//! a collective says in parentheses what of its layout step the collective does not say:
+//! `(members)` is a gather of partial values, which the op behind it combines. `local_slice` is the
+//! step without communication.
 //!
 //! *Waits* stand behind `after`: `i3` is an instruction of the same slot; `all kernels` is what
 //! earlier slots have put on a stream; `i4 of F1` is an instruction of the latest slot that plays

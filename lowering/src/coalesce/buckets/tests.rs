@@ -75,6 +75,7 @@ impl Backward {
         let axes = vec![AxisId::new(0)];
         let step = LayoutStep::AllReduce { axes: axes.clone() };
         self.push(InstrKind::Collective {
+            contract: ir::Contract::new(kind, ir::DType::F32, ir::Order::Fixed),
             kind,
             axes,
             items: vec![CollectiveItem {

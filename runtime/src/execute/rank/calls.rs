@@ -3,7 +3,7 @@
 use crate::error::RuntimeError;
 use crate::execute::Local;
 use crate::execute::collective::Rows;
-use crate::fabric::{Call, CallKind, Collective, Exchange, Item, Moved};
+use crate::fabric::{Call, CallKind, Collective, Contract, Exchange, Item, Moved, Order};
 use ir::collective::CollectiveKind;
 use ir::program::{InstrKind, Instruction, Program, RoleProgram, Transfer};
 use ir::reshard::{LayoutStep, Placement, Tile, tiles_from, tiles_to};
@@ -40,6 +40,22 @@ pub(crate) fn calls(
         .collect())
 }
 
+/// Fails with the first collective that states more than a fabric whose sums have this order keeps.
+pub(crate) fn kept(calls: &Calls, order: Order) -> Result<(), RuntimeError> {
+    for call in calls.iter().flatten().flatten() {
+        if let CallKind::Collective(of) = &call.kind
+            && !order.keeps(&of.contract)
+        {
+            return Err(RuntimeError::Contract {
+                what: call.what.clone(),
+                stated: of.contract.describe(),
+                made: Contract::new(of.kind, of.contract.operand, order).describe(),
+            });
+        }
+    }
+    Ok(())
+}
+
 type Tiles = BTreeMap<TransferId, Vec<Tile>>;
 
 struct Calling<'a> {
@@ -55,7 +71,12 @@ impl Calling<'_> {
     fn call(&self, instruction: &Instruction) -> Option<Call> {
         let local = |b: BufferId| self.locals[b.index()].clone();
         match &instruction.kind {
-            InstrKind::Collective { kind, axes, items } => {
+            InstrKind::Collective {
+                kind,
+                axes,
+                contract,
+                items,
+            } => {
                 let group = self.role.mesh.group(self.rank, axes).unwrap_or_default();
                 let item = |i: &ir::program::CollectiveItem| {
                     let [cut, joined] = match (kind, &i.step) {
@@ -78,6 +99,7 @@ impl Calling<'_> {
                     what: format!("{} over {}", kind.name(), axis_names.join("+")),
                     kind: CallKind::Collective(Collective {
                         kind: *kind,
+                        contract: *contract,
                         number: instruction.stream.0,
                         items: items.iter().map(item).collect(),
                         group,
@@ -169,4 +191,31 @@ fn end<'a>(
         ))
     })?;
     Ok(Placement { mesh, spec })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ir::Reduction;
+
+    #[test]
+    fn a_contract_that_a_fabric_does_not_keep_is_refused() {
+        let calls = |order| -> Calls {
+            let mut call = Call::world_sum(vec![Rank(0), Rank(1)], 3);
+            if let CallKind::Collective(of) = &mut call.kind {
+                let sum = CollectiveKind::AllReduce(Reduction::Sum);
+                of.contract = Contract::new(sum, ir::DType::Bf16, order);
+            }
+            vec![vec![None, Some(Arc::new(call))]]
+        };
+        for order in Order::ALL {
+            assert!(kept(&calls(order), order).is_ok());
+        }
+        assert!(kept(&calls(Order::Library), Order::Fixed).is_ok());
+        let error = kept(&calls(Order::Fixed), Order::Library).expect_err("the order is unknown");
+        assert_eq!(
+            error.to_string(),
+            "a sum over the world states bf16 in f32 fixed, and the ranks' fabric makes bf16 in bf16 library"
+        );
+    }
 }

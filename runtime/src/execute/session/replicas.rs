@@ -1,8 +1,9 @@
 //! Whether ranks that keep the same part of a state have the same bits of it.
 //!
-//! They compute the same sums in the same order, so they do, unless a bit was turned in a memory or a
-//! processor. Each rank hashes its parts, and the coordinator compares the hashes.
+//! They do where their collectives [promise](super::promised) it, unless a bit was turned in a
+//! memory or a processor. Each rank hashes its parts, and the coordinator compares the hashes.
 
+use super::promised::Promised;
 use super::{Local, Member, Reply, Request, Session};
 use crate::error::RuntimeError;
 use ir::Rank;
@@ -12,16 +13,19 @@ use std::collections::BTreeMap;
 type Part = (String, Vec<usize>, Vec<usize>);
 
 impl Session {
-    /// Compares the states of all ranks, by hashes of their parts. Parts that overlap without being
-    /// the same, as of a tied table on two meshes, are not compared; [`Session::replicas_agree`],
-    /// which gathers whole states, compares them too.
+    /// Compares the states of all ranks that are promised the same bits, by hashes of their parts:
+    /// of all ranks where sums have a fixed order, of those that had the same sums where a library
+    /// orders them. Parts that overlap without being the same, as of a tied table on two meshes,
+    /// are not compared; [`Session::replicas_agree`], which gathers whole states, compares them
+    /// too.
     ///
     /// Fails with the first state that differs and the ranks that are fewest to have their bits of it,
     /// and when the ranks cannot go on. The ranks can go on after a difference.
     pub fn check_replicas(&mut self) -> Result<(), RuntimeError> {
         let all = self.ranks.clone();
         let replies = self.ask(&all, |_| Request::Hash)?;
-        let mut seen: BTreeMap<Part, BTreeMap<String, Vec<Rank>>> = BTreeMap::new();
+        let promised = Promised::by(&self.program);
+        let mut seen: BTreeMap<_, BTreeMap<String, Vec<Rank>>> = BTreeMap::new();
         for (Member { rank, role, .. }, reply) in all.into_iter().zip(replies) {
             let Reply::Hashes(hashes) = reply else {
                 continue;
@@ -31,8 +35,8 @@ impl Session {
                 let b = this.buffer(state.buffer);
                 let local = Local::of_rank(b.dtype, &b.lens, &b.spec, &this.mesh, rank);
                 if let Some(l) = local.filter(|l| !l.valid().contains(&0)) {
-                    let part = (state.path.clone(), l.start(), l.valid());
-                    seen.entry(part)
+                    let part: Part = (state.path.clone(), l.start(), l.valid());
+                    seen.entry((part, promised.place(rank, role, state.buffer)))
                         .or_default()
                         .entry(hash)
                         .or_default()
@@ -41,7 +45,7 @@ impl Session {
             }
         }
         let differs = seen.into_iter().find(|(_, hashes)| hashes.len() > 1);
-        let Some(((path, ..), hashes)) = differs else {
+        let Some((((path, ..), _), hashes)) = differs else {
             return Ok(());
         };
         let mut groups: Vec<Vec<Rank>> = hashes.into_values().collect();
@@ -61,6 +65,10 @@ impl Session {
 
 #[cfg(test)]
 impl Session {
+    /// Has sums promised as a library's are, or as others.
+    pub fn promise(&mut self, order: ir::Order) {
+        std::sync::Arc::make_mut(&mut self.program).restate(order);
+    }
     /// Turns a bit of a rank's part of a state.
     pub fn turn_bit(
         &mut self,

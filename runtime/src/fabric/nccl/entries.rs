@@ -388,6 +388,7 @@ fn region(local: &crate::execute::Local, tile: &Tile) -> Region {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ir::{Contract, Order};
 
     fn planned(kind: CollectiveKind, operand: Rows, result: Rows, at: [Range<u64>; 2]) -> Plan {
         let elements = (at[0].end - at[0].start) as usize / 4;
@@ -395,6 +396,7 @@ mod tests {
             kind,
             group: vec![Rank(4), Rank(2)],
             number: 0,
+            contract: Contract::new(kind, DType::F32, Order::Library),
             items: vec![Item {
                 dtype: DType::F32,
                 elements,

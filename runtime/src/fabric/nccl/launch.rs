@@ -9,8 +9,8 @@ use crate::device::{Cuda, Place};
 use crate::error::RuntimeError;
 use crate::fabric::threads::{Arrived, Endpoint, Meeting};
 use crate::fabric::{Call, CallKind, Collective, Places};
-use ir::collective::CollectiveKind;
-use ir::{Rank, StreamId};
+use ir::collective::{CollectiveKind, Contract, Order};
+use ir::{DType, Rank, StreamId};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
@@ -185,6 +185,7 @@ pub(super) fn forms(
 ) -> Result<Meeting, RuntimeError> {
     let of = Collective {
         kind: CollectiveKind::AllGather,
+        contract: Contract::new(CollectiveKind::AllGather, DType::F32, Order::Library),
         group: key.0.clone(),
         number: key.1,
         items: Vec::new(),
