@@ -30,7 +30,7 @@ const STILL_NEAR: f64 = 1.35;
 
 impl Search<'_> {
     /// Where the fastest step takes much longer than its objective, simulates the best pipelines of
-    /// other numbers of stages that may take less by it. The objective does not know what tied
+    /// other numbers of stages that may take less by it. The objective does not know all that tied
     /// parameters move between layers, nor that ranks which hold the same send and receive it all.
     pub(super) fn look_further(
         &self,
@@ -142,30 +142,7 @@ impl Search<'_> {
             };
             of(&p, choice)
         });
-        let mut made: Vec<Pipeline> = made.collect();
-        made.extend(self.at_levels_with_gradients(p, reserve));
-        made
-    }
-
-    /// A pipeline made again at each of the levels as if part of what moves gradients of activations
-    /// hid: where much of what a level moves hides with them, it may be the fastest, though the
-    /// objective thinks little of it. None where that was assumed already, as all levels were tried
-    /// then.
-    fn at_levels_with_gradients(&self, p: &Pipeline, reserve: u64) -> Vec<Pipeline> {
-        if self.pins.zero.is_some() || p.assumed.gradients {
-            return Vec::new();
-        }
-        let levels = UNIFORM.into_par_iter().filter_map(|level| {
-            let at_level = Pipeline {
-                assumed: Assumed {
-                    level: Some(level),
-                    ..p.assumed
-                },
-                ..p.clone()
-            };
-            self.with_gradients(&at_level, reserve)
-        });
-        levels.collect()
+        made.collect()
     }
 
     /// The best pipelines of equal meshes with other numbers of stages than one has, for microbatch
