@@ -80,6 +80,55 @@ fn doctor_says_where_the_ranks_of_a_killed_process_were() {
     assert!(within > 0, "no rank was ever in an instruction");
 }
 
+/// Files that are short, empty, garbage, another rank's or no files at all are as good as none, and
+/// say nothing of the other ranks.
+#[test]
+fn doctor_goes_on_without_a_record_that_is_damaged() {
+    let place = Place::with_plan();
+    let run = begin(&place, &LONG);
+    plays(&place, &run, 5);
+    signal(&run, Signal::KILL);
+    run.wait_with_output().unwrap();
+    let doctor = ["doctor", "plan.json", "run.records"];
+    let record = |rank: u32| format!("run.records/rank-{rank}.record");
+    let other = place.read(&record(1));
+    let spoilt: [(&[u8], &str); 5] = [
+        (b"", "it is empty"),
+        (b"short", "it has 5 bytes, and a record has 512"),
+        (&[7; 512], "it is no record of a rank"),
+        (&[7; 513], "it has 513 bytes, and a record has 512"),
+        (&other, "it is the record of rank1"),
+    ];
+    let spoils = |why: &str| {
+        let words = support::flat(&place.run(&doctor).expect(0).out);
+        let damaged = format!(
+            "rank2 left a record that is damaged (run.records/rank-2.record: {why}), so that"
+        );
+        assert!(words.contains(&damaged), "{words}");
+        let json = place.run(&[&doctor[..], &["--json"]].concat()).expect(0);
+        let ranks = json.json()["ranks"].as_array().unwrap().clone();
+        for (rank, said) in (0..).zip(&ranks) {
+            let is_known = said["process"] == "gone" && said["damaged"].is_null();
+            assert_eq!(is_known, rank != 2, "{said}");
+        }
+        assert_eq!(ranks[2]["state"], "no record", "{words}");
+    };
+    for (bytes, why) in spoilt {
+        place.write(&record(2), bytes);
+        spoils(why);
+    }
+    std::fs::remove_file(place.path(&record(2))).unwrap();
+    let made = Command::new("mkfifo").arg(place.path(&record(2))).status();
+    assert!(made.unwrap().success());
+    spoils("it is a pipe or a device, and no regular file");
+    // Where nothing is left that says anything, that is said.
+    for rank in [0, 1, 3] {
+        place.write(&record(rank), "");
+    }
+    let none = place.run(&doctor).expect(3);
+    none.says(&["rank-0.record: it is empty"]);
+}
+
 #[test]
 fn a_run_of_threads_leaves_no_record_where_it_ends_well() {
     let place = Place::with_plan();

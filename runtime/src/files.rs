@@ -128,6 +128,19 @@ pub fn sweep(folder: &Path) {
     }
 }
 
+/// Opens a file for reading that must be a regular one: a pipe would be waited for until somebody
+/// writes to it, and a device may have no end. Fails for these; a folder fails where it is read.
+pub fn open_regular(path: &Path) -> io::Result<File> {
+    let kind = std::fs::metadata(path)?.file_type();
+    match kind.is_file() || kind.is_dir() {
+        true => File::open(path),
+        false => Err(io::Error::new(
+            ErrorKind::InvalidInput,
+            "it is a pipe or a device, and no regular file",
+        )),
+    }
+}
+
 /// Writes what a folder lists through to the disk.
 pub fn sync_folder(folder: &Path) -> io::Result<()> {
     match cfg!(unix) {

@@ -430,14 +430,14 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
 
 /// When a rank of the run's last part last wrote where it was, in milliseconds since 1970.
 fn last_seen(args: &RunArgs) -> Option<u64> {
-    let seen = record::read(args.record.as_deref()?).ok()?;
+    let seen = record::read(args.record.as_deref()?).ok()?.seen;
     seen.iter().map(|s| s.at_ms).max()
 }
 
 /// How many steps all ranks of the run's last part had made, by the records that they left; none where
 /// these do not say.
 fn reached(args: &RunArgs, played: &Loaded) -> Option<u64> {
-    let mut seen = record::read(args.record.as_deref()?).ok()?;
+    let mut seen = record::read(args.record.as_deref()?).ok()?.seen;
     seen.retain(|s| s.plan == played.hash);
     let doing = record::diagnose(&played.program, &seen).ok()?.ranks;
     let made = seen.iter().filter(|s| s.training && s.plays > 0);

@@ -130,7 +130,7 @@ pub fn explained(
 /// not found that. Where its connections broke, this one has found so, too, and knows better.
 fn without_this(folder: &Path) -> Option<Verdict> {
     let verdict = Verdict::read(folder)?;
-    let seen = record::read(folder).ok()?;
+    let seen = record::read(folder).ok()?.seen;
     let (pid, host) = (std::process::id(), record::host());
     // The records are of another run where this one's was begun again meanwhile.
     let mut own = seen.iter().filter(|s| s.pid == pid && s.host == host);
@@ -153,7 +153,7 @@ fn examined(
     let plain = plain(loaded, error);
     // There may be none, as where no folder could be made.
     let seen = args.record.as_ref().map(|folder| record::read(folder));
-    let Some(Ok(mut seen)) = seen else {
+    let Some(Ok(record::Records { mut seen, .. })) = seen else {
         return (plain, None);
     };
     seen.retain(|s| s.plan == loaded.hash);
@@ -237,7 +237,7 @@ pub fn without_first(folder: Option<&Path>, error: &RuntimeError) {
     };
     // Process 0 knows better, where it could still say so.
     if Verdict::read(folder).is_none() {
-        let seen = record::read(folder).unwrap_or_default();
+        let seen = record::read(folder).unwrap_or_default().seen;
         let verdict = Verdict {
             error: error.to_string(),
             found: found(error, (&seen, &BTreeMap::new()), None),
