@@ -190,10 +190,11 @@ fn is_descriptor(path: &Path) -> bool {
 /// The text of a small file that is no link and that nobody else can read: what is opened is what
 /// is looked at.
 fn private_text(path: &Path) -> io::Result<String> {
-    let no_link = OFlags::NOFOLLOW.bits().cast_signed();
+    // A pipe would be waited for until somebody writes to it.
+    let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
     let file = File::options()
         .read(true)
-        .custom_flags(no_link)
+        .custom_flags(flags.bits().cast_signed())
         .open(path)?;
     let metadata = file.metadata()?;
     if !metadata.is_file() || !is_private(&metadata) {
