@@ -880,7 +880,10 @@ fn pipes_are_refused_or_read_and_never_waited_for() {
     }
     let (code, words) = check("\"$1\" check /dev/zero");
     assert_eq!(code, Some(3), "{words}");
-    assert!(words.contains("/dev/zero: it is a pipe or a device"), "{words}");
+    assert!(
+        words.contains("/dev/zero: it is a pipe or a device"),
+        "{words}"
+    );
 }
 
 #[test]

@@ -203,13 +203,57 @@ fn records_that_cannot_be_written_end_no_run() {
     ];
     let few = ["run", "plan.json", "--data", "text.txt", "--steps", "3"];
     let few = [&few[..], &["-o", "run.json"]].concat();
-    place.run_with(&few, &full).expect(0);
+    let without = "run.records/rank-";
+    let done = place.run_with(&few, &full).expect(0);
     assert!(!place.exists("run.records"));
+    done.says(&["warning: no records of ranks", "No space left"]);
+    // Only that of one rank, behind the file that is tried first.
+    let one = full.map(|(name, value)| match name {
+        "FAULT_IN" => (name, "rank-2.record"),
+        _ => (name, value),
+    });
+    let done = place.run_with(&few, &one).expect(0);
+    assert!(!place.exists("run.records"));
+    let words = support::flat(&done.err);
+    assert_eq!(words.matches("warning: ").count(), 1, "{words}");
+    done.says(&["warning: no record of rank2, by", without, "No space left"]);
     let asked = [&few[..], &["--record", "mine"]].concat();
     place
         .run_with(&asked, &full)
         .expect(3)
         .says(&[".record", "No space left"]);
+}
+
+/// A real file system, which has room for the folder and the record of a rank or two.
+#[test]
+fn records_that_a_full_disk_does_not_take_are_said() {
+    let place = Place::with_plan();
+    let script = r#"
+        mkdir small && mount -t tmpfs -o size=8k tmpfs small || exit 99
+        ln -s "$PWD/small" run.records
+        "$1" run plan.json --data text.txt --steps 3 -o run.json
+        echo "code $?"
+    "#;
+    let output = Command::new("unshare")
+        .args(["-Urm", "bash", "-c", script, "small"])
+        .arg(env!("CARGO_BIN_EXE_meshwright"))
+        .current_dir(place.path("."))
+        .output();
+    let output = match output {
+        Ok(output) if output.status.success() => output,
+        _ => {
+            eprintln!("skipped: no user namespaces here, so no file systems of our own");
+            return;
+        }
+    };
+    let (out, words) = (String::from_utf8_lossy(&output.stdout), said(&output));
+    assert!(out.contains("code 0"), "{out}{words}");
+    assert_eq!(
+        words.matches("warning: no record of ").count(),
+        1,
+        "{words}"
+    );
+    assert!(words.contains("No space left on device"), "{words}");
 }
 
 /// A store to a mapped file would end the process then.

@@ -66,6 +66,8 @@ pub struct Recording {
     /// Whether somebody has asked for them: then a rank that cannot begin its record fails, and
     /// else it goes on without.
     pub is_asked_for: bool,
+    /// Told once of the ranks of this process that go on without, and why the first of them does.
+    pub without: fn(&[Rank], &RuntimeError),
 }
 
 /// Systems without such files have no records.

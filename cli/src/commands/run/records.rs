@@ -21,6 +21,8 @@ use std::path::{Path, PathBuf};
 
 /// Lost ranks whose places are said: more make no sentence that anybody reads.
 const MOST_LOST: usize = 2;
+/// Ranks that are named as having no record.
+const MOST_WITHOUT: usize = 8;
 /// Ranks that are named as waiting for one.
 const MOST_WAITING: usize = 4;
 
@@ -45,7 +47,21 @@ pub fn of_ranks(args: &RunArgs, loaded: &Loaded) -> Option<Recording> {
         folder,
         plan: loaded.hash.clone(),
         is_asked_for: !args.records_by_default,
+        without: warn_of_none,
     })
+}
+
+/// Warns that ranks of this process leave no record, and says why.
+fn warn_of_none(ranks: &[Rank], why: &RuntimeError) {
+    let whose = match ranks {
+        [first, ..] if ranks.len() > MOST_WITHOUT => {
+            format!("{} ranks, of which {first} is the first", ranks.len())
+        }
+        _ => names(ranks.iter().copied()),
+    };
+    crate::say(format_args!(
+        "warning: no record of {whose}, by which `meshwright doctor` says where a run hangs: {why}"
+    ));
 }
 
 /// The folder that nobody asked for; what is in it goes with [`Unasked::end`]. One that is empty
