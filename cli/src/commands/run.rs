@@ -90,11 +90,9 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     }
     keeper::keep(args, &setting)?;
     let interrupts = Interrupts::watch(early)?;
-    // The lock goes last: what the run takes back is nobody else's before.
-    let mut held;
     let launcher = Launcher::watch(parent, &setting, args);
     let _clearing = interrupts.clear_at_end();
-    held = lock::held(args, (&setting, &interrupts), false)?;
+    let is_held = lock::held(args, (&setting, &interrupts), false)?;
     told::forget(args, &setting);
     let loaded = plan_file::load(&args.plan)?;
     check_task(args, loaded.plan.train.task)?;
@@ -145,8 +143,8 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     }
     let first = resume.as_ref().map_or(0, |c| c.step());
     warn_of_further(args, first);
-    if held.is_none() {
-        held = lock::held(args, (&setting, &interrupts), true)?;
+    if !is_held {
+        lock::held(args, (&setting, &interrupts), true)?;
         // Another one may have begun the run meanwhile.
         if let Standing::Done = journal::go_on(args, &setting, &loaded)? {
             return Ok(());
@@ -334,7 +332,6 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         }
     }
     drop(session);
-    drop(held);
     if let Some(company) = company {
         for problem in company.end() {
             crate::say(format_args!("warning: {problem} after the run was done"));

@@ -309,7 +309,7 @@ fn an_elastic_run_is_made_once_at_a_time() {
     let first = command(&place, &args).begin().unwrap();
     wait_for_checkpoint(&place, "state", 1);
     let second = place.run(&args).expect(2);
-    second.says(&["the folder's elastic run goes on in another process"]);
+    second.says(&["the folder's run goes on in another process"]);
     // One that is asked twice ends at once.
     signal("-INT", first.id());
     std::thread::sleep(Duration::from_millis(700));
