@@ -159,6 +159,57 @@ fn a_run_of_threads_leaves_no_record_where_it_ends_well() {
     assert_eq!(place.read("run.records"), b"a file");
 }
 
+/// Two runs that go on at the same time and have the same output leave each other's records alone.
+#[test]
+fn runs_of_one_output_have_records_of_their_own() {
+    let place = Place::with_plan();
+    let few = ["run", "plan.json", "--data", "text.txt", "--steps", "3"];
+    for more in [&[][..], &["--processes"]] {
+        let first = begin(&place, &[&LONG[..], more].concat());
+        plays(&place, &first, 5);
+        let second = [&few[..], &["-o", "run.json"], more].concat();
+        for _ in 0..2 {
+            let done = place.run(&second).expect(0);
+            done.says(&[
+                "note: run.records is of another run that goes on, so the records of this one are in run.1.records",
+            ]);
+            assert!(!place.exists("run.1.records"), "it ended in order");
+            for rank in 0..RANKS {
+                let is_there = seen(&place, rank).is_some();
+                assert!(is_there, "the record of rank {rank} is gone");
+            }
+        }
+        // It is what the first is doing that stands there.
+        let before = seen(&place, 0).unwrap().plays;
+        plays(&place, &first, before);
+        // All processes of a run keep theirs in the folder of its own.
+        let third = begin(&place, &[&LONG[..], more].concat());
+        let since = Instant::now();
+        let is_there = |rank: u32| {
+            let path = place.path(&format!("run.1.records/rank-{rank}.record"));
+            let seen = runtime::record::at(&path).ok().flatten();
+            seen.is_some_and(|s| s.plays > 5)
+        };
+        while !(0..RANKS).all(is_there) {
+            assert!(since.elapsed() < PATIENCE, "it plays no step");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        signal(&third, Signal::KILL);
+        third.wait_with_output().unwrap();
+        // Nor is a folder another one's that was asked for.
+        let asked = [&few[..], &["-o", "b.json", "--record", "run.records"]].concat();
+        let refused = place.run(&asked).expect(2);
+        refused.says(&["--record run.records: another run that goes on keeps its records"]);
+        // What nobody has any more is taken again, and goes.
+        signal(&first, Signal::KILL);
+        first.wait_with_output().unwrap();
+        let done = place.run(&second).expect(0);
+        assert!(!done.err.contains("note: run.records"), "{}", done.err);
+        assert!(!place.exists("run.records"));
+        std::fs::remove_dir_all(place.path("run.1.records")).unwrap();
+    }
+}
+
 /// To say where it is costs a rank no call of the system: nothing that hangs there holds it up.
 #[test]
 fn records_are_no_writes() {

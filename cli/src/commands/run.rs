@@ -5,6 +5,7 @@ mod among;
 mod children;
 mod elastic;
 mod fabric;
+mod folder;
 mod journal;
 mod keeper;
 mod last_resort;
@@ -29,6 +30,7 @@ use cost_model::StepWork;
 use cost_model::utilisation::peak_flops_per_s;
 use elastic::SoFar;
 use fabric::Chosen;
+use folder::Unasked;
 use import::{ModelConfig, Weights};
 use indicatif::{ProgressBar, ProgressStyle};
 use ir::measurement::Measurement;
@@ -38,7 +40,6 @@ use ir::{Bytes, OpKind, Rank, Seconds, Task, TrainSpec};
 use journal::{Journal, Standing};
 use leaps::Leaps;
 use orphan::Launcher;
-use records::Unasked;
 use runtime::RuntimeError;
 use runtime::checkpoint::{Checkpoint, Found, Leaving, save_keeping};
 use runtime::data::{DataOptions, Dataset, Seen, Split};
@@ -47,7 +48,6 @@ use runtime::device::{Backend, cuda};
 use runtime::execute::{Session, SessionOptions, StateRequest};
 use runtime::measure::EMULATED_GPU;
 use runtime::processes::{Processes, Reason};
-use runtime::record;
 use runtime::schedule::{Decay, LrSchedule};
 use runtime::stragglers::Finding;
 use runtime::train::{Periodic, Progress, TrainOptions, Trained, batches, train};
@@ -66,7 +66,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     let schedule = schedule(args)?;
     check_backend(args)?;
     let setting = among::setting(args)?;
-    let args = &records::by_default(args.clone());
+    let args = &folder::by_default(args.clone(), setting.index() == 0);
     let early = Some(Early {
         words: match args.continued.is_some() || args.after_loss {
             true => BEFORE_IT_WENT_ON,
@@ -100,7 +100,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     if let Standing::Done = journal::go_on(args, &setting, &loaded)? {
         // The process that did what was left may have been killed before it took them away, and
         // others may have left their states as they lost it.
-        records::forget(args);
+        folder::forget(args);
         elastic::forget(args);
         args.checkpoint
             .iter()
@@ -138,9 +138,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     plan_file::check_program(&loaded)?;
     other_devices::warn(args.backend, &loaded.plan.cluster);
     let chosen = fabric::chosen(args, &loaded, &setting)?;
-    if let Some(folder) = args.record.as_ref().filter(|_| !args.records_by_default) {
-        record::clear(folder)?;
-    }
+    folder::take_asked(args, &interrupts)?;
     let first = resume.as_ref().map_or(0, |c| c.step());
     warn_of_further(args, first);
     if !is_held {
@@ -396,6 +394,10 @@ fn serve(
     let Some(company) = gathered else {
         let what = "a process with a number above 0 is not alone";
         return Err(Failure::new(Exit::Internal, what));
+    };
+    let args = &RunArgs {
+        record: folder::of_first(args, &company.processes),
+        ..args.clone()
     };
     launcher.knows(&company.processes, interrupts);
     // Process 0 ends the run, and with it this process.

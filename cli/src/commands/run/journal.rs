@@ -366,6 +366,7 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
         losses: journal.losses,
         lost_at_ms,
         run: Some(journal.run.clone()),
+        records: elastic::unasked(args),
     };
     let damaged: String = (damaged.iter())
         .map(|d| format!(" Passed over {d}."))

@@ -103,7 +103,7 @@ fn taken(args: &RunArgs, folder: &Path) -> String {
 }
 
 /// How it went to take the lock.
-enum Tried {
+pub enum Tried {
     Held,
     /// By another process, or gone with it.
     Taken,
@@ -113,7 +113,7 @@ enum Tried {
 
 /// Takes the lock, if nobody has it, and notes it: it goes with the run. Who was killed has left its
 /// file, which is taken as well.
-fn tried(path: &Path, made: &mut Vec<Made>) -> io::Result<Tried> {
+pub fn tried(path: &Path, made: &mut Vec<Made>) -> io::Result<Tried> {
     let (file, is_new) = match File::options().create_new(true).append(true).open(path) {
         Err(e) if e.kind() == ErrorKind::AlreadyExists => {
             match File::options().append(true).open(path) {

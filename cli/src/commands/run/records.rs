@@ -1,23 +1,20 @@
-//! The records of a run's ranks: where they are, when they stay, and what the run itself says by
-//! them when it fails.
+//! The records of a run's ranks, and what the run itself says by them when it fails.
 //!
-//! A run has them unasked, in a folder beside its output, as nobody asks for them before a rank
-//! hangs or its process is killed. Such a folder ends no run: where it cannot be written, there are
-//! none. It goes when the run has ended in order.
+//! A run has them unasked, in a [folder](super::folder) beside its output, as nobody asks for them
+//! before a rank hangs or its process is killed. Such a folder ends no run: where it cannot be
+//! written, there are none. It goes when the run has ended in order.
 
 use super::among::Company;
 use crate::args::RunArgs;
 use crate::commands::doctor::{activity, names, when};
 use crate::failure::Failure;
-use crate::interrupt::Interrupts;
-use crate::outputs;
 use crate::plan_file::Loaded;
 use crate::report::place::{in_words, without_empty};
 use ir::Rank;
 use runtime::RuntimeError;
 use runtime::record::{self, Doing, Fate, Recording, Seen, Verdict};
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Lost ranks whose places are said: more make no sentence that anybody reads.
 const MOST_LOST: usize = 2;
@@ -25,21 +22,6 @@ const MOST_LOST: usize = 2;
 const MOST_WITHOUT: usize = 8;
 /// Ranks that are named as waiting for one.
 const MOST_WAITING: usize = 4;
-
-/// The arguments of a run, with the folder of its records where nobody named one.
-pub fn by_default(mut args: RunArgs) -> RunArgs {
-    // Beside a device there is no place for a folder.
-    let is_special = args.output.exists() && !args.output.is_file();
-    if args.record.is_some() || is_special {
-        return args;
-    }
-    let folder = args.output.with_extension("records");
-    if folder != args.output {
-        args.record = Some(folder);
-        args.records_by_default = true;
-    }
-    args
-}
 
 /// Where the ranks of this process write what they are doing.
 pub fn of_ranks(args: &RunArgs, loaded: &Loaded) -> Option<Recording> {
@@ -62,60 +44,6 @@ fn warn_of_none(ranks: &[Rank], why: &RuntimeError) {
     crate::say(format_args!(
         "warning: no record of {whose}, by which `meshwright doctor` says where a run hangs: {why}"
     ));
-}
-
-/// The folder that nobody asked for; what is in it goes with [`Unasked::end`]. One that is empty
-/// goes whatever happens, as when the processes did not come together.
-pub struct Unasked(PathBuf);
-
-impl Unasked {
-    /// Makes it for process 0, without what an earlier run left there. Says why not where it cannot
-    /// be made or written to, and has the run go on without.
-    pub fn begin(args: &mut RunArgs, interrupts: &Interrupts) -> Option<Self> {
-        let folder = args.record.clone().filter(|_| args.records_by_default)?;
-        let made = interrupts.makes(&folder, || {
-            outputs::check_folder(&folder)?;
-            record::make_way(&folder)?;
-            Ok::<(), Failure>(record::can_begin(&folder)?)
-        });
-        match made {
-            Ok(()) => Some(Unasked(folder)),
-            Err(failure) => {
-                crate::say(format_args!(
-                    "warning: no records of ranks, by which `meshwright doctor` says where a run hangs: {failure}"
-                ));
-                args.record = None;
-                None
-            }
-        }
-    }
-    /// Makes it for another process, where process 0 has not, as on a host that shares no folder
-    /// with it. That is to be before the processes have come together: no rank of the run writes by
-    /// then.
-    pub fn begin_elsewhere(args: &RunArgs, interrupts: &Interrupts) -> Option<Self> {
-        let folder = args.record.clone().filter(|_| args.records_by_default)?;
-        let is_made = interrupts.makes(&folder, || std::fs::create_dir(&folder).is_ok());
-        // What cannot be taken out of the way stays.
-        let _ = record::make_way(&folder);
-        is_made.then(|| Unasked(folder))
-    }
-    /// Removes it with all that the run wrote there: it has ended in order.
-    pub fn end(self) {
-        record::remove(&self.0);
-    }
-}
-
-/// Removes the records that nobody asked for, of a run that is done.
-pub fn forget(args: &RunArgs) {
-    if let Some(folder) = args.record.as_ref().filter(|_| args.records_by_default) {
-        record::remove(folder);
-    }
-}
-
-impl Drop for Unasked {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir(&self.0);
-    }
 }
 
 /// The words of an error that ended the steps, with where the ranks that it names were by their
