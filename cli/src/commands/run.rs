@@ -68,7 +68,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     let setting = among::setting(args)?;
     let args = &folder::by_default(args.clone(), setting.index() == 0);
     let early = Some(Early {
-        words: match args.continued.is_some() || args.after_loss {
+        words: match args.continued.is_some() || args.after_loss > 0 {
             true => BEFORE_IT_WENT_ON,
             false => "interrupted before the run had begun; nothing was written",
         },

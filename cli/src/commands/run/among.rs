@@ -172,16 +172,16 @@ pub struct Company {
 }
 
 impl Company {
-    /// Ends it after a failure. Says how many processes were killed, or hung and had to be, of how
-    /// many there were; at least one.
-    pub fn lost(self) -> (usize, usize) {
+    /// Ends it after a failure. Returns the processes that were killed, where this one started them,
+    /// and how many there were.
+    pub fn lost(self) -> (Vec<usize>, usize) {
         let Company {
             children,
             processes,
         } = self;
         let of = processes.place().of;
         drop(processes);
-        (children.map_or(1, |c| c.killed().max(1)), of)
+        (children.map_or_else(Vec::new, |c| c.killed()), of)
     }
     /// Waits for the processes that were started, when the run is done. Says which did not end
     /// well.

@@ -293,8 +293,8 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
     }
     let before = journal.planned.clone();
     let processes = match args.after_loss {
-        true => journal.processes.saturating_sub(1),
-        false => setting.counts(journal.began.ranks).0,
+        0 => setting.counts(journal.began.ranks).0,
+        lost => journal.processes.saturating_sub(lost),
     };
     if processes == 0 {
         return Err(Failure::new(
@@ -312,7 +312,8 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
     let kept = usize::from(args.checkpoints_kept);
     let salvaged = runtime::checkpoint::salvage(folder, kept, &journal.run);
     // A run that was asked to end, and did, has lost nothing.
-    let lost_at_ms = last_seen(args).filter(|_| processes < before.processes || args.after_loss);
+    let lost_at_ms =
+        last_seen(args).filter(|_| processes < before.processes || args.after_loss > 0);
     let (newest, damaged) = journal.newest(folder, salvaged.as_ref());
     let step = newest.as_ref().map_or(journal.first, |(_, step)| *step);
     let began = Instant::now();
