@@ -767,9 +767,10 @@ pub struct RunArgs {
     /// The process that keeps this one, by its number in the system.
     #[arg(long, hide = true, value_name = "PID")]
     pub kept: Option<u32>,
-    /// The keeper starts this one in place of another one that was killed.
-    #[arg(long, hide = true)]
-    pub after_loss: bool,
+    /// So many processes were lost, this one's forerunner among them, which the keeper has it stand
+    /// in for.
+    #[arg(long, hide = true, value_name = "N", default_value_t = 0)]
+    pub after_loss: usize,
     /// Run in this process alone, whatever a launcher's variables say.
     #[arg(long, conflicts_with = "processes")]
     pub alone: bool,

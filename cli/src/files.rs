@@ -2,7 +2,7 @@
 //! missing.
 
 use crate::failure::{Exit, Failure};
-use std::fs::File;
+use runtime::files::open_input;
 use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
@@ -36,8 +36,11 @@ pub fn read_text(path: &Path, what: &str, limit: u64) -> Result<String, Failure>
     }
     let mut bytes = Vec::new();
     // Pipes have no length, so the limit applies to what is read.
-    File::open(path)
-        .map_err(io)?
+    open_input(path)
+        .map_err(|e| match e.kind() {
+            ErrorKind::InvalidInput => bad(format!("{e}, expected a {what} file")),
+            _ => io(e),
+        })?
         .take(limit + 1)
         .read_to_end(&mut bytes)
         .map_err(io)?;

@@ -5,6 +5,8 @@
 use crate::failure::{Exit, Failure};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
+use std::fs::{File, Metadata};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
@@ -101,10 +103,20 @@ struct Heeded {
     made: Mutex<Vec<Made>>,
 }
 
+/// Whether a file is the one that has this name.
+pub fn is_at(file: &File, path: &Path) -> bool {
+    let of = |m: Metadata| (m.dev(), m.ino());
+    let [open, named] = [file.metadata(), std::fs::metadata(path)].map(|m| m.map(of).ok());
+    open.is_some() && open == named
+}
+
 /// Something that a run has made, and is to leave no trace of where it comes to nothing.
 pub enum Made {
     /// A folder, which goes with the run while it is empty.
     Folder(PathBuf),
+    /// The file of a lock, which this process holds as long as this is kept. It goes with the run,
+    /// however that ends.
+    Lock(PathBuf, File),
     /// A file that was not there. It goes where the run is interrupted before it has begun.
     File(PathBuf),
     /// A file that was there, and what was in it, which comes back then.
@@ -116,6 +128,9 @@ impl Made {
         // What cannot be undone stays.
         let _ = match self {
             Made::Folder(path) => std::fs::remove_dir(path),
+            // Somebody may have put another folder in the place of that one.
+            Made::Lock(path, file) if !is_at(&file, &path) => Ok(()),
+            Made::Lock(path, _held) => std::fs::remove_file(path),
             Made::File(path) => std::fs::remove_file(path),
             Made::Replaced(path, before) => {
                 crate::outputs::write_atomic(&path, &before).map_err(std::io::Error::other)
@@ -270,7 +285,7 @@ impl Interrupts {
     /// [`Interrupts::take_back`] takes where it comes to nothing all the same.
     pub fn keep_files(&self) -> Vec<Made> {
         let mut made = lock(&self.0.made);
-        let is_file = |m: &mut Made| !matches!(m, Made::Folder(_));
+        let is_file = |m: &mut Made| matches!(m, Made::File(_) | Made::Replaced(..));
         made.extract_if(.., is_file).collect()
     }
     /// Takes back what the run has made, as it has come to nothing.
@@ -278,19 +293,20 @@ impl Interrupts {
         files.into_iter().rev().for_each(Made::undo);
         lock(&self.0.made).drain(..).rev().for_each(Made::undo);
     }
-    /// Has the folders that the run has made and left empty go when the result does.
+    /// Has the folders that the run has made and left empty go when the result does, and its locks
+    /// before them.
     pub fn clear_at_end(&self) -> Clearing {
         Clearing(self.clone())
     }
 }
 
-/// Removes the folders that a run has made and left empty.
+/// Gives the locks of a run back, and removes the folders that it has made and left empty.
 pub struct Clearing(Interrupts);
 
 impl Drop for Clearing {
     fn drop(&mut self) {
         let made = std::mem::take(&mut *lock(&self.0.0.made)).into_iter().rev();
-        let folders = made.filter(|m| matches!(m, Made::Folder(_)));
+        let folders = made.filter(|m| matches!(m, Made::Folder(_) | Made::Lock(..)));
         folders.for_each(Made::undo);
     }
 }

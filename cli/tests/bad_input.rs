@@ -25,6 +25,14 @@ fn broken_ways(place: &Place, kind: &Kind) {
     std::fs::create_dir(place.path(kind.name)).unwrap();
     refuse(&[3]).says(&[kind.name.split('.').next().unwrap()]);
     std::fs::remove_dir(place.path(kind.name)).unwrap();
+    // A pipe that nobody writes to would be waited for.
+    let pipe = place.path(kind.name);
+    let made = std::process::Command::new("mkfifo").arg(&pipe).status();
+    assert!(made.unwrap().success());
+    let done = refuse(&[3]);
+    assert!(done.err.contains("a pipe"), "{}", done.err);
+    done.says(&[kind.name]);
+    std::fs::remove_file(pipe).unwrap();
     for content in [
         &b""[..],
         b"  \n\t\n",
@@ -819,6 +827,63 @@ fn data() {
         run("text.txt", &["--tokenizer", "tokenizer.json"]).says(&["tokenizer.json"]);
     }
     run("text.txt", &["--tokenizer", "none.json"]).says(&["none.json"]);
+}
+
+/// Pipes that nobody writes to, in the place of files that are read: they would be waited for. One
+/// that somebody writes to is read where a file is read once.
+#[cfg(unix)]
+#[test]
+fn pipes_are_refused_or_read_and_never_waited_for() {
+    let place = Place::with_plan();
+    let pipe = |name: &str| {
+        let made = std::process::Command::new("mkfifo").arg(place.path(name));
+        assert!(made.status().unwrap().success());
+    };
+    let run = ["run", "plan.json", "--steps", "1", "--data"];
+    pipe("pipe");
+    let refused = |args: &[&str], words: &[&str]| {
+        let done = place.refuses(&[&run[..], args].concat(), &[3]);
+        done.says(words);
+    };
+    refused(&["pipe"], &["pipe", "not a regular file"]);
+    refused(&["text.txt", "--tokenizer", "pipe"], &["pipe", "nobody"]);
+    std::fs::create_dir(place.path("weights")).unwrap();
+    place.write("weights/config.json", support::CONFIG);
+    pipe("weights/model.safetensors");
+    let weights = ["text.txt", "--weights", "weights"];
+    refused(&weights, &["model.safetensors", "no regular file"]);
+    let state = ["text.txt", "--checkpoint", "state"];
+    place.run(&[&run[..], &state].concat()).expect(0);
+    let verify = ["checkpoint", "verify", "state"];
+    for (name, code) in [("rank-0.safetensors", 5), ("manifest.json", 5)] {
+        let name = format!("state/0001-step-1/{name}");
+        std::fs::remove_file(place.path(&name)).unwrap();
+        pipe(&name);
+        let done = place.run(&verify).expect(code);
+        assert!(done.out.contains("no regular file"), "{}", done.out);
+    }
+    let check = |script: &str| {
+        let mut bash = std::process::Command::new("bash");
+        let bash = bash.args(["-c", script, "check", env!("CARGO_BIN_EXE_meshwright")]);
+        let output = bash.current_dir(place.path(".")).output().unwrap();
+        let words = support::said(&output);
+        (output.status.code(), words)
+    };
+    for from in [
+        "<(cat plan.json)",
+        "<(sleep 3; cat plan.json)",
+        "/dev/stdin < <(cat plan.json)",
+        "/dev/stdin < plan.json",
+    ] {
+        let (code, words) = check(&format!("\"$1\" check {from}"));
+        assert_eq!(code, Some(0), "{from}: {words}");
+    }
+    let (code, words) = check("\"$1\" check /dev/zero");
+    assert_eq!(code, Some(3), "{words}");
+    assert!(
+        words.contains("/dev/zero: it is a pipe or a device"),
+        "{words}"
+    );
 }
 
 #[test]

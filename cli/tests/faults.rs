@@ -484,39 +484,61 @@ fn old_checkpoints_make_room_for_new_ones() {
     );
 }
 
-/// Runs that go on from the folder of one that goes on, and write to it too.
+/// Runs may go on from the folder that another one writes to. They may not write to it themselves:
+/// each would remove what the other one needs. It is free as soon as that one is gone.
 #[test]
 fn runs_share_a_folder_of_checkpoints() {
     let place = two_ranks();
-    let state = ["--checkpoint", "state", "--checkpoints-kept", "10000"];
+    let state = ["--checkpoint", "state"];
     let first = ["--steps", "100000000", "-o", "a.json"];
-    let every = ["--checkpoint-every", "20"];
-    let mut child = Command::new(env!("CARGO_BIN_EXE_meshwright"))
-        .args([&RUN[..], &first, &state, &every].concat())
-        .current_dir(place.path("."))
-        .stderr(std::process::Stdio::null())
-        .stdout(std::process::Stdio::null())
-        .begin()
-        .unwrap();
-    let began = std::time::Instant::now();
-    let is_there = || std::fs::read_dir(place.path("state")).is_ok_and(|d| d.count() > 1);
-    while !is_there() {
-        assert!(began.elapsed().as_secs() < 60, "no checkpoint");
-        std::thread::sleep(std::time::Duration::from_millis(5));
+    for processes in [&[][..], &["--processes"]] {
+        let every = ["--checkpoint-every", "20"];
+        let mut child = Command::new(env!("CARGO_BIN_EXE_meshwright"))
+            .args([&RUN[..], &first, &state, &every, processes].concat())
+            .current_dir(place.path("."))
+            .stderr(std::process::Stdio::null())
+            .stdout(std::process::Stdio::null())
+            .begin()
+            .unwrap();
+        let began = std::time::Instant::now();
+        let names = || std::fs::read_dir(place.path("state")).into_iter().flatten();
+        let is_step = |name: &std::ffi::OsStr| name.to_string_lossy().contains("-step-");
+        while !names().flatten().any(|e| is_step(&e.file_name())) {
+            assert!(began.elapsed().as_secs() < 60, "no checkpoint");
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+        // It may go while it is read, as newer ones come.
+        let read = |to: &[&str]| {
+            let resume = ["--steps", "1", "--resume", "state", "-o", "b.json"];
+            (0..5).any(|_| run(&place, &[&resume[..], to].concat()).code == 0)
+        };
+        assert!(read(&[]), "it can be read");
+        assert!(
+            read(&["--checkpoint", "other"]),
+            "and gone on from elsewhere"
+        );
+        let elastic = ["--elastic"];
+        for (resume, elastic) in [(&[][..], &[][..]), (&["--resume", "state"], &elastic)] {
+            let second = ["--steps", "1", "-o", "b.json"];
+            let refused = run(&place, &[&second[..], resume, elastic, &state].concat()).expect(2);
+            refused.says(&["--checkpoint state: ", "folder"]);
+        }
+        let second = ["--steps", "1", "-o", "b.json"];
+        let done = run(&place, &[&second[..], &state].concat()).expect(2);
+        done.says(&[
+            "--checkpoint state: another run that goes on writes its checkpoints there",
+            "give this run a folder of its own; with --resume state it may go on from",
+        ]);
+        assert!(child.try_wait().unwrap().is_none(), "the first goes on");
+        child.kill().unwrap();
+        child.wait().unwrap();
+        newest_step(&place);
+        let third = ["--steps", "1", "--resume", "state", "-o", "c.json"];
+        run(&place, &[&third[..], &state].concat()).expect(0);
+        assert!(!place.exists("state/writer.lock"), "it goes with its run");
+        std::fs::remove_dir_all(place.path("other")).unwrap();
+        std::fs::remove_dir_all(place.path("state")).unwrap();
     }
-    for _ in 0..3 {
-        let second = ["--steps", "1", "--resume", "state", "-o", "b.json"];
-        run(&place, &[&second[..], &state].concat()).expect(0);
-    }
-    assert!(child.try_wait().unwrap().is_none(), "the first goes on");
-    child.kill().unwrap();
-    child.wait().unwrap();
-    newest_step(&place);
-    run(
-        &place,
-        &["--steps", "1", "--resume", "state", "-o", "c.json"],
-    )
-    .expect(0);
 }
 
 /// Whoever can write to the folder of checkpoints decides what a run goes on from.

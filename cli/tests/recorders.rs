@@ -80,6 +80,55 @@ fn doctor_says_where_the_ranks_of_a_killed_process_were() {
     assert!(within > 0, "no rank was ever in an instruction");
 }
 
+/// Files that are short, empty, garbage, another rank's or no files at all are as good as none, and
+/// say nothing of the other ranks.
+#[test]
+fn doctor_goes_on_without_a_record_that_is_damaged() {
+    let place = Place::with_plan();
+    let run = begin(&place, &LONG);
+    plays(&place, &run, 5);
+    signal(&run, Signal::KILL);
+    run.wait_with_output().unwrap();
+    let doctor = ["doctor", "plan.json", "run.records"];
+    let record = |rank: u32| format!("run.records/rank-{rank}.record");
+    let other = place.read(&record(1));
+    let spoilt: [(&[u8], &str); 5] = [
+        (b"", "it is empty"),
+        (b"short", "it has 5 bytes, and a record has 512"),
+        (&[7; 512], "it is no record of a rank"),
+        (&[7; 513], "it has 513 bytes, and a record has 512"),
+        (&other, "it is the record of rank1"),
+    ];
+    let spoils = |why: &str| {
+        let words = support::flat(&place.run(&doctor).expect(0).out);
+        let damaged = format!(
+            "rank2 left a record that is damaged (run.records/rank-2.record: {why}), so that"
+        );
+        assert!(words.contains(&damaged), "{words}");
+        let json = place.run(&[&doctor[..], &["--json"]].concat()).expect(0);
+        let ranks = json.json()["ranks"].as_array().unwrap().clone();
+        for (rank, said) in (0..).zip(&ranks) {
+            let is_known = said["process"] == "gone" && said["damaged"].is_null();
+            assert_eq!(is_known, rank != 2, "{said}");
+        }
+        assert_eq!(ranks[2]["state"], "no record", "{words}");
+    };
+    for (bytes, why) in spoilt {
+        place.write(&record(2), bytes);
+        spoils(why);
+    }
+    std::fs::remove_file(place.path(&record(2))).unwrap();
+    let made = Command::new("mkfifo").arg(place.path(&record(2))).status();
+    assert!(made.unwrap().success());
+    spoils("it is a pipe or a device, and no regular file");
+    // Where nothing is left that says anything, that is said.
+    for rank in [0, 1, 3] {
+        place.write(&record(rank), "");
+    }
+    let none = place.run(&doctor).expect(3);
+    none.says(&["rank-0.record: it is empty"]);
+}
+
 #[test]
 fn a_run_of_threads_leaves_no_record_where_it_ends_well() {
     let place = Place::with_plan();
@@ -108,6 +157,57 @@ fn a_run_of_threads_leaves_no_record_where_it_ends_well() {
     let words = support::flat(&done.err);
     assert!(words.contains("warning: no records of ranks"), "{words}");
     assert_eq!(place.read("run.records"), b"a file");
+}
+
+/// Two runs that go on at the same time and have the same output leave each other's records alone.
+#[test]
+fn runs_of_one_output_have_records_of_their_own() {
+    let place = Place::with_plan();
+    let few = ["run", "plan.json", "--data", "text.txt", "--steps", "3"];
+    for more in [&[][..], &["--processes"]] {
+        let first = begin(&place, &[&LONG[..], more].concat());
+        plays(&place, &first, 5);
+        let second = [&few[..], &["-o", "run.json"], more].concat();
+        for _ in 0..2 {
+            let done = place.run(&second).expect(0);
+            done.says(&[
+                "note: run.records is of another run that goes on, so the records of this one are in run.1.records",
+            ]);
+            assert!(!place.exists("run.1.records"), "it ended in order");
+            for rank in 0..RANKS {
+                let is_there = seen(&place, rank).is_some();
+                assert!(is_there, "the record of rank {rank} is gone");
+            }
+        }
+        // It is what the first is doing that stands there.
+        let before = seen(&place, 0).unwrap().plays;
+        plays(&place, &first, before);
+        // All processes of a run keep theirs in the folder of its own.
+        let third = begin(&place, &[&LONG[..], more].concat());
+        let since = Instant::now();
+        let is_there = |rank: u32| {
+            let path = place.path(&format!("run.1.records/rank-{rank}.record"));
+            let seen = runtime::record::at(&path).ok().flatten();
+            seen.is_some_and(|s| s.plays > 5)
+        };
+        while !(0..RANKS).all(is_there) {
+            assert!(since.elapsed() < PATIENCE, "it plays no step");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        signal(&third, Signal::KILL);
+        third.wait_with_output().unwrap();
+        // Nor is a folder another one's that was asked for.
+        let asked = [&few[..], &["-o", "b.json", "--record", "run.records"]].concat();
+        let refused = place.run(&asked).expect(2);
+        refused.says(&["--record run.records: another run that goes on keeps its records"]);
+        // What nobody has any more is taken again, and goes.
+        signal(&first, Signal::KILL);
+        first.wait_with_output().unwrap();
+        let done = place.run(&second).expect(0);
+        assert!(!done.err.contains("note: run.records"), "{}", done.err);
+        assert!(!place.exists("run.records"));
+        std::fs::remove_dir_all(place.path("run.1.records")).unwrap();
+    }
 }
 
 /// To say where it is costs a rank no call of the system: nothing that hangs there holds it up.
@@ -154,13 +254,57 @@ fn records_that_cannot_be_written_end_no_run() {
     ];
     let few = ["run", "plan.json", "--data", "text.txt", "--steps", "3"];
     let few = [&few[..], &["-o", "run.json"]].concat();
-    place.run_with(&few, &full).expect(0);
+    let without = "run.records/rank-";
+    let done = place.run_with(&few, &full).expect(0);
     assert!(!place.exists("run.records"));
+    done.says(&["warning: no records of ranks", "No space left"]);
+    // Only that of one rank, behind the file that is tried first.
+    let one = full.map(|(name, value)| match name {
+        "FAULT_IN" => (name, "rank-2.record"),
+        _ => (name, value),
+    });
+    let done = place.run_with(&few, &one).expect(0);
+    assert!(!place.exists("run.records"));
+    let words = support::flat(&done.err);
+    assert_eq!(words.matches("warning: ").count(), 1, "{words}");
+    done.says(&["warning: no record of rank2, by", without, "No space left"]);
     let asked = [&few[..], &["--record", "mine"]].concat();
     place
         .run_with(&asked, &full)
         .expect(3)
         .says(&[".record", "No space left"]);
+}
+
+/// A real file system, which has room for the folder and the record of a rank or two.
+#[test]
+fn records_that_a_full_disk_does_not_take_are_said() {
+    let place = Place::with_plan();
+    let script = r#"
+        mkdir small && mount -t tmpfs -o size=8k tmpfs small || exit 99
+        ln -s "$PWD/small" run.records
+        "$1" run plan.json --data text.txt --steps 3 -o run.json
+        echo "code $?"
+    "#;
+    let output = Command::new("unshare")
+        .args(["-Urm", "bash", "-c", script, "small"])
+        .arg(env!("CARGO_BIN_EXE_meshwright"))
+        .current_dir(place.path("."))
+        .output();
+    let output = match output {
+        Ok(output) if output.status.success() => output,
+        _ => {
+            eprintln!("skipped: no user namespaces here, so no file systems of our own");
+            return;
+        }
+    };
+    let (out, words) = (String::from_utf8_lossy(&output.stdout), said(&output));
+    assert!(out.contains("code 0"), "{out}{words}");
+    assert_eq!(
+        words.matches("warning: no record of ").count(),
+        1,
+        "{words}"
+    );
+    assert!(words.contains("No space left on device"), "{words}");
 }
 
 /// A store to a mapped file would end the process then.

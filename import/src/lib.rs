@@ -17,6 +17,7 @@ pub mod build;
 pub mod builtin;
 pub mod config;
 mod error;
+mod input;
 mod likeness;
 pub mod params;
 pub mod weights;

@@ -8,16 +8,22 @@
 //! To finish is to write through to the disk, then to rename, then to write the folder through:
 //! after a power cut there is what was there before, or all of the new.
 
+use rustix::fs::OFlags;
 use std::collections::BTreeSet;
 use std::fs::{File, TryLockError};
-use std::io::{self, ErrorKind, Write};
+use std::io::{self, Cursor, ErrorKind, Read, Write};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How names begin that belong to us; behind it stand the writer's process and a number.
 const PREFIX: &str = ".meshwright-tmp-";
+
+/// Longest that a pipe waits for somebody to open it for writing, and how often is looked.
+const TO_BE_WRITTEN: Duration = Duration::from_secs(2);
+const LOOK: Duration = Duration::from_millis(20);
 
 /// The files that this process is writing.
 static UNFINISHED: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
@@ -126,6 +132,59 @@ pub fn sweep(folder: &Path) {
             let _ = remove(&entry.path());
         }
     }
+}
+
+/// Opens a file for reading that must be a regular one: a pipe would be waited for until somebody
+/// writes to it, and a device may have no end. Fails for these; a folder fails where it is read.
+pub fn open_regular(path: &Path) -> io::Result<File> {
+    let kind = std::fs::metadata(path)?.file_type();
+    match kind.is_file() || kind.is_dir() {
+        true => File::open(path),
+        false => Err(io::Error::new(
+            ErrorKind::InvalidInput,
+            "it is a pipe or a device, and no regular file",
+        )),
+    }
+}
+
+/// An [input](open_input) that is read from its beginning to its end.
+pub type Input = io::Chain<Cursor<Vec<u8>>, File>;
+
+/// Opens a file that is read once: a regular one, or a pipe that somebody writes to, as
+/// `<(command)` and `/dev/stdin` may be. A pipe that nobody has opened for writing after
+/// [two seconds](TO_BE_WRITTEN) is refused, which would else be waited for without end, and so is a
+/// device. A folder fails where it is read.
+pub fn open_input(path: &Path) -> io::Result<Input> {
+    if !std::fs::metadata(path)?.file_type().is_fifo() {
+        let file = open_regular(path)?;
+        return Ok(Cursor::new(Vec::new()).chain(file));
+    }
+    let at_once = OFlags::NONBLOCK.bits().cast_signed();
+    let mut pipe = File::options()
+        .read(true)
+        .custom_flags(at_once)
+        .open(path)?;
+    let until = Instant::now() + TO_BE_WRITTEN;
+    let mut first = vec![0; 1 << 12];
+    let n = loop {
+        match pipe.read(&mut first) {
+            // It has no writer.
+            Ok(0) if Instant::now() < until => std::thread::sleep(LOOK),
+            Ok(0) => {
+                let what = "it is a pipe, and nobody writes to it";
+                return Err(io::Error::new(ErrorKind::InvalidInput, what));
+            }
+            Ok(n) => break n,
+            // It has one that takes its time.
+            Err(e) if e.kind() == ErrorKind::WouldBlock => break 0,
+            Err(e) if e.kind() == ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    };
+    first.truncate(n);
+    let flags = rustix::fs::fcntl_getfl(&pipe)? - OFlags::NONBLOCK;
+    rustix::fs::fcntl_setfl(&pipe, flags)?;
+    Ok(Cursor::new(first).chain(pipe))
 }
 
 /// Writes what a folder lists through to the disk.

@@ -26,12 +26,13 @@ mod tests;
 
 use crate::error::RuntimeError;
 use crate::execute::position::{self, Position};
+use crate::files;
 use ir::Rank;
 use ir::program::Program;
 use mapped::Mapped;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::{File, OpenOptions};
+use std::fs::OpenOptions;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -65,6 +66,8 @@ pub struct Recording {
     /// Whether somebody has asked for them: then a rank that cannot begin its record fails, and
     /// else it goes on without.
     pub is_asked_for: bool,
+    /// Told once of the ranks of this process that go on without, and why the first of them does.
+    pub without: fn(&[Rank], &RuntimeError),
 }
 
 /// Systems without such files have no records.
@@ -234,15 +237,14 @@ pub fn set_aside(folder: &Path, name: &str) -> Result<PathBuf, RuntimeError> {
     Ok(aside)
 }
 
-/// Whether a file has the name of a record.
-fn is_record(path: &Path) -> bool {
-    let name = path.file_name().and_then(|n| n.to_str());
-    let rank = name.and_then(|n| {
-        n.strip_prefix("rank-")?
-            .strip_suffix(ENDING)?
-            .strip_suffix('.')
-    });
-    rank.is_some_and(|rank| rank.parse::<u32>().is_ok())
+/// The rank of which a file has the record, by its name.
+fn rank_of(path: &Path) -> Option<Rank> {
+    let name = path.file_name()?.to_str()?;
+    let number = name
+        .strip_prefix("rank-")?
+        .strip_suffix(ENDING)?
+        .strip_suffix('.')?;
+    number.parse().ok().map(Rank)
 }
 
 /// Whether a file is a record or the finding of a run, by its content: others may have the same
@@ -252,9 +254,9 @@ fn is_of_run(path: &Path) -> bool {
         .file_name()
         .and_then(|n| n.to_str())
         .unwrap_or_default();
-    if is_record(path) {
+    if rank_of(path).is_some() {
         let mut head = [0; MAGIC.len()];
-        let read = File::open(path).and_then(|mut file| file.read_exact(&mut head));
+        let read = files::open_regular(path).and_then(|mut file| file.read_exact(&mut head));
         // Of any version.
         let n = MAGIC.len() - 1;
         return read.is_ok() && head[..n] == MAGIC[..n];
@@ -365,7 +367,12 @@ impl Verdict {
         Self::at(&folder.join(VERDICT))
     }
     fn at(path: &Path) -> Option<Self> {
-        serde_json::from_slice(&std::fs::read(path).ok()?).ok()
+        let mut text = Vec::new();
+        files::open_regular(path)
+            .ok()?
+            .read_to_end(&mut text)
+            .ok()?;
+        serde_json::from_slice(&text).ok()
     }
 }
 
@@ -394,40 +401,84 @@ pub struct Seen {
     pub at_ms: u64,
 }
 
-/// Reads the records in a folder.
+/// The records in a folder.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Records {
+    /// Those that can be read, by rank.
+    pub seen: Vec<Seen>,
+    /// Those that cannot: nothing is known of these ranks.
+    pub damaged: BTreeMap<Rank, Damaged>,
+}
+
+/// A file with the name of a record that is none.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Damaged {
+    /// The file.
+    pub path: PathBuf,
+    /// Its fault, in words behind its name.
+    pub problem: String,
+}
+
+/// Reads the records in a folder. A damaged one is as good as none, and spoils no other.
 ///
-/// Fails when there are none, or a file is not one.
-pub fn read(folder: &Path) -> Result<Vec<Seen>, RuntimeError> {
-    let bad = |path: &Path, what: &str| problem(path, what.into());
+/// Fails when there are none that can be read.
+pub fn read(folder: &Path) -> Result<Records, RuntimeError> {
     let entries = std::fs::read_dir(folder).map_err(|e| problem(folder, e.to_string()))?;
-    let paths = entries.flatten().map(|e| e.path());
-    let mut paths: Vec<PathBuf> = paths.filter(|p| is_record(p)).collect();
+    let mut paths: Vec<PathBuf> = entries.flatten().map(|e| e.path()).collect();
     paths.sort();
-    if paths.is_empty() {
-        return Err(bad(folder, "it has no records of ranks"));
-    }
-    let mut all = Vec::with_capacity(paths.len());
+    let mut all = Records::default();
     for path in paths {
-        let seen = at(&path).map_err(|e| problem(&path, e.to_string()))?;
-        all.push(seen.ok_or_else(|| bad(&path, "it is no record of a rank"))?);
+        let Some(rank) = rank_of(&path) else {
+            continue;
+        };
+        let problem = match at(&path) {
+            Ok(Some(seen)) if seen.rank == rank => {
+                all.seen.push(seen);
+                continue;
+            }
+            Ok(Some(seen)) => format!("it is the record of {}", seen.rank),
+            Ok(None) => "it is no record of a rank".into(),
+            Err(e) => e.to_string(),
+        };
+        all.damaged.insert(rank, Damaged { path, problem });
     }
-    all.sort_by_key(|s| s.rank);
-    Ok(all)
+    all.seen.sort_by_key(|s| s.rank);
+    match (all.seen.is_empty(), all.damaged.values().next()) {
+        (false, _) => Ok(all),
+        (true, Some(Damaged { path, problem: why })) => Err(problem(path, why.clone())),
+        (true, None) => Err(problem(folder, "it has no records of ranks".into())),
+    }
 }
 
 /// Reads one record; none where the file is another one.
 ///
-/// Fails when it cannot be read.
+/// Fails when it cannot be read, or has another length than records have.
 pub fn at(path: &Path) -> io::Result<Option<Seen>> {
     // A rank that is alive may be changing the older place while the newer one is read, and then
     // that.
     for _ in 0..LOOKS {
-        let found = Seen::parse(&std::fs::read(path)?);
+        let bytes = content(path)?;
+        if bytes.len() != mapped::LEN {
+            let what = match bytes.len() {
+                0 => "it is empty".to_string(),
+                n => format!("it has {n} bytes, and a record has {}", mapped::LEN),
+            };
+            return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+        }
+        let found = Seen::parse(&bytes);
         if found.is_some() {
             return Ok(found);
         }
     }
     Ok(None)
+}
+
+/// The bytes of a small file, and one more than a record has where it is larger.
+fn content(path: &Path) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let file = files::open_regular(path)?;
+    file.take(mapped::LEN as u64 + 1).read_to_end(&mut bytes)?;
+    Ok(bytes)
 }
 
 impl Seen {

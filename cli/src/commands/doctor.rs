@@ -10,13 +10,13 @@ use crate::failure::{Exit, Failure};
 use crate::plan_file::{self, Loaded};
 use crate::report::{self, place::in_words};
 use ir::Rank;
-use runtime::record::{self, Diagnosis, Doing, Fate, Seen, Verdict};
+use runtime::record::{self, Damaged, Diagnosis, Doing, Fate, Records, Seen, Verdict};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 
 pub fn run(args: &DoctorArgs) -> Result<(), Failure> {
     let loaded = plan_file::load(&args.plan)?;
-    let seen = record::read(&args.folder)?;
+    let Records { seen, damaged } = record::read(&args.folder)?;
     if let Some(other) = seen.iter().find(|s| s.plan != loaded.hash) {
         let what = format!(
             "{}: {} ran another plan than {}",
@@ -45,6 +45,7 @@ pub fn run(args: &DoctorArgs) -> Result<(), Failure> {
         loaded: &loaded,
         of: &diagnosis,
         seen: &seen,
+        damaged: &damaged,
         processes: &processes,
         verdict: verdict.as_ref(),
         tells,
@@ -71,6 +72,7 @@ struct Case<'a> {
     loaded: &'a Loaded,
     of: &'a Diagnosis,
     seen: &'a [Seen],
+    damaged: &'a BTreeMap<Rank, Damaged>,
     processes: &'a BTreeMap<Rank, Process>,
     verdict: Option<&'a Verdict>,
     tells: Tells,
@@ -233,6 +235,13 @@ fn words(case: &Case<'_>) -> String {
         }
     }
     for (&rank, doing) in &of.ranks {
+        if let Some(Damaged { path, problem }) = case.damaged.get(&rank) {
+            let path = path.display();
+            lines.push(format!(
+                "  {rank} left a record that is damaged ({path}: {problem}), so that nothing is known of it."
+            ));
+            continue;
+        }
         let process = processes.get(&rank);
         let process = process.map_or(String::new(), |p| format!(" ({})", p.words()));
         let when = case.seen.iter().find(|s| s.rank == rank).map(when);
@@ -340,6 +349,7 @@ fn print_json(case: &Case<'_>) -> Result<(), Failure> {
             }
         };
         let process = processes.get(rank);
+        let damaged = case.damaged.get(rank);
         let seen = case.seen.iter().find(|s| s.rank == *rank);
         json!({
             "rank": rank.0,
@@ -351,6 +361,7 @@ fn print_json(case: &Case<'_>) -> Result<(), Failure> {
             "pid": process.map(|p| p.pid),
             "host": process.map(|p| &p.host),
             "process": process.map(|p| p.state),
+            "damaged": damaged.map(|d| format!("{}: {}", d.path.display(), d.problem)),
         })
     };
     // Where nobody can tell, nobody is accused.

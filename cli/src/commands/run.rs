@@ -5,6 +5,7 @@ mod among;
 mod children;
 mod elastic;
 mod fabric;
+mod folder;
 mod journal;
 mod keeper;
 mod last_resort;
@@ -29,6 +30,7 @@ use cost_model::StepWork;
 use cost_model::utilisation::peak_flops_per_s;
 use elastic::SoFar;
 use fabric::Chosen;
+use folder::Unasked;
 use import::{ModelConfig, Weights};
 use indicatif::{ProgressBar, ProgressStyle};
 use ir::measurement::Measurement;
@@ -38,7 +40,6 @@ use ir::{Bytes, OpKind, Rank, Seconds, Task, TrainSpec};
 use journal::{Journal, Standing};
 use leaps::Leaps;
 use orphan::Launcher;
-use records::Unasked;
 use runtime::RuntimeError;
 use runtime::checkpoint::{Checkpoint, Found, Leaving, save_keeping};
 use runtime::data::{DataOptions, Dataset, Seen, Split};
@@ -47,7 +48,6 @@ use runtime::device::{Backend, cuda};
 use runtime::execute::{Session, SessionOptions, StateRequest};
 use runtime::measure::EMULATED_GPU;
 use runtime::processes::{Processes, Reason};
-use runtime::record;
 use runtime::schedule::{Decay, LrSchedule};
 use runtime::stragglers::Finding;
 use runtime::train::{Periodic, Progress, TrainOptions, Trained, batches, train};
@@ -66,9 +66,9 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     let schedule = schedule(args)?;
     check_backend(args)?;
     let setting = among::setting(args)?;
-    let args = &records::by_default(args.clone());
+    let args = &folder::by_default(args.clone(), setting.index() == 0);
     let early = Some(Early {
-        words: match args.continued.is_some() || args.after_loss {
+        words: match args.continued.is_some() || args.after_loss > 0 {
             true => BEFORE_IT_WENT_ON,
             false => "interrupted before the run had begun; nothing was written",
         },
@@ -90,11 +90,9 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     }
     keeper::keep(args, &setting)?;
     let interrupts = Interrupts::watch(early)?;
-    // The lock goes last: what the run takes back is nobody else's before.
-    let mut held;
     let launcher = Launcher::watch(parent, &setting, args);
     let _clearing = interrupts.clear_at_end();
-    held = lock::held(args, (&setting, &interrupts), false)?;
+    let is_held = lock::held(args, (&setting, &interrupts), false)?;
     told::forget(args, &setting);
     let loaded = plan_file::load(&args.plan)?;
     check_task(args, loaded.plan.train.task)?;
@@ -102,7 +100,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     if let Standing::Done = journal::go_on(args, &setting, &loaded)? {
         // The process that did what was left may have been killed before it took them away, and
         // others may have left their states as they lost it.
-        records::forget(args);
+        folder::forget(args);
         elastic::forget(args);
         args.checkpoint
             .iter()
@@ -140,13 +138,11 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     plan_file::check_program(&loaded)?;
     other_devices::warn(args.backend, &loaded.plan.cluster);
     let chosen = fabric::chosen(args, &loaded, &setting)?;
-    if let Some(folder) = args.record.as_ref().filter(|_| !args.records_by_default) {
-        record::clear(folder)?;
-    }
+    folder::take_asked(args, &interrupts)?;
     let first = resume.as_ref().map_or(0, |c| c.step());
     warn_of_further(args, first);
-    if held.is_none() {
-        held = lock::held(args, (&setting, &interrupts), true)?;
+    if !is_held {
+        lock::held(args, (&setting, &interrupts), true)?;
         // Another one may have begun the run meanwhile.
         if let Standing::Done = journal::go_on(args, &setting, &loaded)? {
             return Ok(());
@@ -334,7 +330,6 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         }
     }
     drop(session);
-    drop(held);
     if let Some(company) = company {
         for problem in company.end() {
             crate::say(format_args!("warning: {problem} after the run was done"));
@@ -401,6 +396,10 @@ fn serve(
         return Err(Failure::new(Exit::Internal, what));
     };
     let processes = company.processes;
+    let args = &RunArgs {
+        record: folder::of_first(args, &processes),
+        ..args.clone()
+    };
     launcher.knows(&processes, interrupts);
     // Process 0 ends the run, and with it this process.
     let ending = launcher.ending();

@@ -8,8 +8,8 @@ use crate::{files, interrupt, outputs};
 use intra_op::presolve::Infeasibility;
 use intra_op::{SolveOptions, SolveResult, SolveStatus, read_problem, solve, write_solution};
 use ir::Figure;
+use runtime::files::{Input, open_input};
 use serde_json::{Value, json};
-use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
 use std::sync::Arc;
@@ -169,7 +169,7 @@ fn seconds(s: f64) -> Result<Duration, Failure> {
 
 /// A file that cannot be read further once the user asked to stop.
 struct Interruptible<'a> {
-    file: File,
+    file: Input,
     cancel: &'a AtomicBool,
 }
 
@@ -199,7 +199,7 @@ fn read(path: &Path, cancel: &AtomicBool) -> Result<intra_op::IntraOpProblem, Fa
     if meta.is_file() && meta.len() == 0 {
         return Err(bad(&"is empty, expected an instance").help(INSTANCES_ARE));
     }
-    let file = File::open(path).map_err(|e| bad(&format!("cannot read the instance: {e}")))?;
+    let file = open_input(path).map_err(|e| bad(&format!("cannot read the instance: {e}")))?;
     let problem = read_problem(Interruptible { file, cancel });
     if cancel.load(Ordering::Relaxed) {
         let what = format!("{name}: interrupted while the instance was read");

@@ -144,6 +144,48 @@ fn an_elastic_run_outlives_process_0() {
     wait_for_none(&place, "e.json");
 }
 
+/// Several are killed at the same time, process 0 among them or not: all are named, and the run goes on
+/// with those that are left.
+#[test]
+fn all_that_are_killed_at_once_are_counted() {
+    let kill = |victims: &[u32], words: &[&str], left: &str| {
+        let place = Place::new();
+        let compile = ["compile", "config.json", "--cluster", "cpu-default"];
+        let pins = ["--ranks", "4", "--global-batch", "12", "--pin", "data=4"];
+        let zero = ["--pin", "zero=0"];
+        place.run(&[&compile[..], &pins, &zero].concat()).expect(0);
+        let more = ["--steps", "300", "--processes", "--elastic", "-o", "e.json"];
+        let state = ["--checkpoint", "state", "--checkpoint-every", "20"];
+        let args = [&RUN[..], &more, &state].concat();
+        let child = command(&place, &args).begin().unwrap();
+        wait_for_checkpoint(&place, "state", 1);
+        let of_rank = |rank: &u32| process_in(&place, "e.records", *rank, 20).to_string();
+        let pids: Vec<String> = victims.iter().map(of_rank).collect();
+        let sent = Command::new("kill").arg("-9").args(&pids).status();
+        assert!(sent.unwrap().success());
+        let output = child.wait_with_output().unwrap();
+        let said = said(&output);
+        let code = output.status.code();
+        assert_eq!(code, Some(if left.is_empty() { 6 } else { 0 }), "{said}");
+        for w in words.iter().chain([&left]) {
+            assert!(said.contains(w), "`{w}` is not in: {said}");
+        }
+        wait_for_none(&place, "e.json");
+    };
+    let first =
+        "lost: process 0 was killed by signal 9, and with it process 1 (it was killed by signal 9)";
+    kill(&[0, 1], &[first], "with 2 ranks in place of 4, from step ");
+    let first = "lost: process 0 was killed by signal 9, and with it process 1 (it was killed by signal 9) and process 3 (it";
+    kill(
+        &[1, 3, 0],
+        &[first],
+        "with 1 rank in place of 4, from step ",
+    );
+    let others = "lost in all: processes 2 and 3 of 4, which were killed";
+    kill(&[2, 3], &[others], "going on with 2 ranks in place of 4");
+    kill(&[0, 1, 2, 3], &["and no other process is left"], "");
+}
+
 /// Where the ranks that are left have not all states in memory, what the loss of process 0 has cost is
 /// said, by the records.
 #[test]
@@ -309,7 +351,7 @@ fn an_elastic_run_is_made_once_at_a_time() {
     let first = command(&place, &args).begin().unwrap();
     wait_for_checkpoint(&place, "state", 1);
     let second = place.run(&args).expect(2);
-    second.says(&["the folder's elastic run goes on in another process"]);
+    second.says(&["the folder's run goes on in another process"]);
     // One that is asked twice ends at once.
     signal("-INT", first.id());
     std::thread::sleep(Duration::from_millis(700));

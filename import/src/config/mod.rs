@@ -500,7 +500,7 @@ impl ModelConfig {
             source,
         };
         let mut bytes = Vec::new();
-        let file = std::fs::File::open(&path).map_err(io)?;
+        let file = crate::input::open(&path).map_err(io)?;
         // One byte more than accepted, so that `parse` sees that a larger file is too large.
         std::io::Read::read_to_end(
             &mut std::io::Read::take(file, document::MAX_BYTES as u64 + 1),

@@ -3,9 +3,9 @@
 use super::header::{self, Entry};
 use crate::ImportError;
 use crate::config::without_position;
+use crate::input;
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
 use std::io::Read;
 use std::path::{Component, Path, PathBuf};
 
@@ -76,7 +76,7 @@ pub(super) fn open(path: &Path) -> Result<BTreeMap<String, Stored>, ImportError>
 }
 
 fn read_file(path: &Path) -> Result<BTreeMap<String, Entry>, ImportError> {
-    let mut file = File::open(path).map_err(|source| ImportError::Io {
+    let mut file = input::open(path).map_err(|source| ImportError::Io {
         path: path.into(),
         source,
     })?;
@@ -149,7 +149,7 @@ fn read_index(path: &Path) -> Result<Index, ImportError> {
         source,
     };
     let mut bytes = Vec::new();
-    File::open(path)
+    input::open(path)
         .map_err(io)?
         .take(MAX_INDEX)
         .read_to_end(&mut bytes)

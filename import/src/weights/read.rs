@@ -2,8 +2,8 @@
 
 use super::files::Stored;
 use crate::ImportError;
+use crate::input;
 use half::{bf16, f16};
-use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 
 /// The bytes that are read at a time; conversion needs no second copy of the tensor.
@@ -28,7 +28,7 @@ pub(super) fn tensor(name: &str, stored: &Stored) -> Result<Vec<f32>, ImportErro
             });
         }
     };
-    let mut file = File::open(&stored.file).map_err(io)?;
+    let mut file = input::open(&stored.file).map_err(io)?;
     file.seek(SeekFrom::Start(stored.entry.start)).map_err(io)?;
     let total = stored.entry.len as usize;
     let mut values = Vec::with_capacity(total / width);

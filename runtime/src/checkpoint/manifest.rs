@@ -6,12 +6,11 @@ use super::shard::Shard;
 use crate::data::Seen;
 use crate::error::RuntimeError;
 use crate::execute::Session;
-use crate::files::Unfinished;
+use crate::files::{Unfinished, open_regular};
 use ir::TrainSpec;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io::{self, Read, Write};
 use std::path::Path;
 
@@ -185,7 +184,7 @@ impl Manifest {
         let error = |what: String| problem(&path, what);
         let unread = |e: io::Error| error(format!("cannot read: {e}"));
         let mut bytes = Vec::new();
-        let file = File::open(&path).map_err(unread)?;
+        let file = open_regular(&path).map_err(unread)?;
         file.take(LONGEST).read_to_end(&mut bytes).map_err(unread)?;
         #[derive(Deserialize)]
         struct Version {
@@ -256,7 +255,7 @@ pub(super) fn not_as_written() -> io::Error {
 
 /// The hash of a file of so many bytes.
 pub(super) fn hash(path: &Path, bytes: u64) -> io::Result<String> {
-    let file = File::open(path)?;
+    let file = open_regular(path)?;
     let found = file.metadata()?.len();
     if found != bytes {
         return Err(io::Error::other(other_length(found, bytes)));

@@ -9,6 +9,7 @@ use crate::arena::View;
 use crate::cpu::layout;
 use crate::error::RuntimeError;
 use crate::execute::{Local, widen};
+use crate::files::open_regular;
 use ir::Rank;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
@@ -224,7 +225,7 @@ impl Header {
         let error = |what: String| problem(path, what);
         let unread = |e: io::Error| error(format!("cannot read: {e}"));
         let no = |what: String| error(format!("no checkpoint, or a damaged one: {what}"));
-        let mut file = File::open(path).map_err(unread)?;
+        let mut file = open_regular(path).map_err(unread)?;
         let bytes = file.metadata().map_err(unread)?.len();
         let mut length = [0; 8];
         file.read_exact(&mut length)
@@ -340,7 +341,7 @@ impl Piece {
 
     /// Reads what it has of `part` into the part's buffer, from its file alone.
     pub fn read(&self, part: &Local, out: &mut [u8]) -> io::Result<()> {
-        let mut file = BufReader::with_capacity(AT_ONCE, File::open(&self.file)?);
+        let mut file = BufReader::with_capacity(AT_ONCE, open_regular(&self.file)?);
         file.seek(io::SeekFrom::Start(self.at))?;
         self.take(&mut file, part, out)
     }
@@ -395,7 +396,7 @@ impl Stream {
     pub fn open(path: &Path) -> io::Result<Self> {
         Ok(Stream {
             path: path.to_path_buf(),
-            file: BufReader::with_capacity(AT_ONCE, File::open(path)?),
+            file: BufReader::with_capacity(AT_ONCE, open_regular(path)?),
             hasher: blake3::Hasher::new(),
             at: 0,
         })

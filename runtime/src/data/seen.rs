@@ -1,7 +1,7 @@
 //! The data of a run, as a checkpoint keeps them: to tell that a run goes on with others.
 
+use crate::files::open_regular;
 use serde::{Deserialize, Serialize};
-use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::Path;
 
@@ -62,7 +62,7 @@ impl Seen {
 
 /// Length and hash of a file.
 fn fingerprint(path: &Path) -> io::Result<(u64, String)> {
-    let mut file = File::open(path)?;
+    let mut file = open_regular(path)?;
     let bytes = file.metadata()?.len();
     let mut hasher = blake3::Hasher::new();
     if bytes <= WHOLE {
@@ -118,7 +118,7 @@ mod tests {
     fn long_files_differ_by_length_and_by_parts() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("long.bin");
-        let file = File::create(&path).unwrap();
+        let file = std::fs::File::create(&path).unwrap();
         file.set_len(WHOLE + 5).unwrap();
         let first = fingerprint(&path).unwrap();
         file.set_len(WHOLE + 6).unwrap();

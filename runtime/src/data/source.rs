@@ -37,13 +37,15 @@ impl TokenSource {
         tokenizer: Option<&Path>,
         vocab: u32,
     ) -> Result<Self, DataError> {
-        let mut file = File::open(path).map_err(DataError::io(path, "open"))?;
-        let metadata = file.metadata().map_err(DataError::io(path, "measure"))?;
+        // A pipe would be waited for where it is opened.
+        let metadata = std::fs::metadata(path).map_err(DataError::io(path, "open"))?;
         if !metadata.is_file() {
             return Err(DataError::NotAFile {
                 path: path.to_owned(),
             });
         }
+        let mut file = File::open(path).map_err(DataError::io(path, "open"))?;
+        let metadata = file.metadata().map_err(DataError::io(path, "measure"))?;
         let len = metadata.len();
         let head = read_head(&mut file, path)?;
         let format = format.unwrap_or_else(|| format::detect(path, &head));

@@ -10,6 +10,7 @@
 //! text, such as `<|endoftext|>`, become their ids.
 
 use super::DataError;
+use crate::files::open_input;
 use std::fs::File;
 use std::io::Read;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -53,7 +54,12 @@ pub(super) fn tokenize(
 /// Truncation and padding are switched off; they are for single inputs. So is BPE dropout,
 /// which makes tokens random.
 pub(super) fn load_tokenizer(path: &Path) -> Result<Tokenizer, DataError> {
-    let json = std::fs::read(path).map_err(DataError::io(path, "read"))?;
+    let read = || {
+        let mut json = Vec::new();
+        open_input(path)?.read_to_end(&mut json)?;
+        Ok(json)
+    };
+    let json: Vec<u8> = read().map_err(DataError::io(path, "read"))?;
     parse_tokenizer(&json).map_err(|reason| DataError::BadTokenizer {
         path: path.to_owned(),
         reason,

@@ -105,6 +105,8 @@ pub(crate) struct RankState<D: Device, F: Fabric<D>> {
     in_line: Option<InLine>,
     orders: Option<Orders>,
     record: Option<Record>,
+    /// Why there is none, where nobody asked for it.
+    unrecorded: Option<RuntimeError>,
     /// Where the norm of the gradient is computed, if a step can be given up there.
     norm: Option<(TemplateId, usize)>,
     /// Whether the device works later, and an update by a norm that is no number changes no state.
@@ -204,11 +206,11 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
             let begun = Record::create(&of.folder, &of.plan, rank);
             match begun {
                 // One that nobody asked for is no reason to end a run: such a rank leaves none.
-                Err(_) if !of.is_asked_for => Ok(None),
-                begun => begun.map(Some),
+                Err(e) if !of.is_asked_for => Ok((None, Some(e))),
+                begun => begun.map(|record| (Some(record), None)),
             }
         });
-        let record = record.transpose()?.flatten();
+        let (record, unrecorded) = record.transpose()?.unwrap_or_default();
         // Of a device that works later, the host would have to wait for the norm.
         let is_later = !device.is_synchronous();
         let norm = spoiled::norm(&program, role).filter(|_| !is_later);
@@ -228,6 +230,7 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
             in_line: None,
             orders: options.orders.map(|seed| Orders::new(seed, rank)),
             record,
+            unrecorded,
             options,
             fabric,
             program,
@@ -239,6 +242,11 @@ impl<D: Device, F: Fabric<D>> RankState<D, F> {
     }
     fn at(&self, state: BufferId) -> Place {
         place(self.this(), state, None)
+    }
+
+    /// The reason why it has no record that it was to have.
+    pub fn unrecorded(&self) -> Option<&RuntimeError> {
+        self.unrecorded.as_ref()
     }
 
     /// This rank's part of a state.

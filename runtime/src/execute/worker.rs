@@ -79,6 +79,13 @@ impl Crew {
             let state = RankState::new(program, role, scripts, parts, options.clone())?;
             states.push(state);
         }
+        let without = |s: &RankState<D, F>| s.unrecorded().is_some().then(|| s.rank());
+        let without: Vec<Rank> = states.iter().filter_map(without).collect();
+        if let Some(first) = states.iter().find_map(RankState::unrecorded)
+            && let Some(of) = &options.record
+        {
+            (of.without)(&without, first);
+        }
         std::thread::scope(|scope| {
             let begin = |s| scope.spawn(|| RankState::rehearse(s));
             let all: Vec<_> = states.iter_mut().map(begin).collect();

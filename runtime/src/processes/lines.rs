@@ -231,6 +231,11 @@ impl Processes {
     pub fn place(&self) -> Place {
         self.place
     }
+    /// The system's number of process 0, and its host.
+    pub fn first(&self) -> Option<(u32, &str)> {
+        let first = self.all.first()?;
+        Some((first.pid, &first.host))
+    }
     /// How many processes of the run are on this host.
     pub fn on_this_host(&self) -> usize {
         let here = &self.all[self.place.index].host;

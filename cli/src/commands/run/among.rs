@@ -10,6 +10,7 @@ use crate::args::RunArgs;
 use crate::failure::{Exit, Failure};
 use crate::interrupt::{BEFORE_IT_WENT_ON, Interrupts};
 use crate::plan_file::Loaded;
+use runtime::files::open_regular;
 use runtime::processes::{Fingerprint, Host, JoinError, Place, Processes, Token, Way, join};
 use std::io::{BufRead, Read, Seek, SeekFrom};
 use std::net::{Ipv4Addr, SocketAddr, ToSocketAddrs};
@@ -171,16 +172,16 @@ pub struct Company {
 }
 
 impl Company {
-    /// Ends it after a failure. Says how many processes were killed, or hung and had to be, of how
-    /// many there were; at least one.
-    pub fn lost(self) -> (usize, usize) {
+    /// Ends it after a failure. Returns the processes that were killed, where this one started them,
+    /// and how many there were.
+    pub fn lost(self) -> (Vec<usize>, usize) {
         let Company {
             children,
             processes,
         } = self;
         let of = processes.place().of;
         drop(processes);
-        (children.map_or(1, |c| c.killed().max(1)), of)
+        (children.map_or_else(Vec::new, |c| c.killed()), of)
     }
     /// Waits for the processes that were started, when the run is done. Says which did not end
     /// well.
@@ -399,7 +400,7 @@ fn known(what: std::io::Result<String>) -> String {
 /// The length of a file, and a hash of its beginning and its end.
 pub fn ends_of(path: &Path) -> std::io::Result<String> {
     const END: u64 = 1 << 20;
-    let mut file = std::fs::File::open(path)?;
+    let mut file = open_regular(path)?;
     let len = file.metadata()?.len();
     let mut hasher = blake3::Hasher::new();
     for start in [0, len.saturating_sub(END)] {
@@ -416,8 +417,9 @@ fn fingerprint(args: &RunArgs, loaded: &Loaded, chosen: &Chosen) -> Fingerprint 
     let binary = binary.map(|b| blake3::hash(&b).to_hex()[..16].to_string());
     let data = ends_of(&args.data);
     let tokenizer = args.tokenizer.as_ref().map(|path| {
-        let text = std::fs::read(path);
-        known(text.map(|t| blake3::hash(&t).to_hex()[..16].to_string()))
+        let mut text = Vec::new();
+        let read = open_regular(path).and_then(|mut file| file.read_to_end(&mut text));
+        known(read.map(|_| blake3::hash(&text).to_hex()[..16].to_string()))
     });
     let all = [
         ("the plan", loaded.hash.clone()),

@@ -4,7 +4,7 @@ use super::rendezvous::Appointment;
 use crate::failure::{Exit, Failure};
 use crate::interrupt::{INTERRUPTS, Interrupts};
 use runtime::processes::Processes;
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
 use std::io::Write;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -157,14 +157,14 @@ impl Children {
     pub fn finish(&self) -> Vec<String> {
         self.end(GRACE)
     }
-    /// Waits for all to end after a failure. Says how many others have killed: those that are only
-    /// slow to end, and are killed here, are not lost.
-    pub fn killed(&self) -> usize {
+    /// Waits for all to end after a failure. Returns those that others have killed: those that are
+    /// only slow to end, and are killed here, are not lost.
+    pub fn killed(&self) -> Vec<usize> {
         self.end(GRACE_OF_FAILURE);
         let all = self.lock();
         let by_signal = |s: &&Started| s.ended.is_some_and(|how| how.signal().is_some());
         let killed = all.iter().filter(by_signal).filter(|s| !s.is_put_down);
-        killed.count()
+        killed.map(|s| s.index).collect()
     }
     /// The system's numbers of those that others have killed by now, and how, without waiting for
     /// any.
@@ -195,17 +195,31 @@ impl Children {
                     problems.push(format!("process {} did not end and was killed", s.index));
                 }
             }
+            s.take_leave();
         }
         problems
     }
 }
 
 impl Started {
+    /// Looks how it has ended, and leaves it to be waited for: where this process is killed before it
+    /// goes on without that one, its keeper is to learn that, too.
     fn look(&mut self) -> Option<ExitStatus> {
         if self.ended.is_none() {
-            self.ended = self.child.try_wait().ok().flatten();
+            let only_look = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+            let found = waitid(WaitId::Pid(Pid::from_child(&self.child)), only_look);
+            self.ended = found.ok().flatten().and_then(|how| {
+                let code = how.exit_status().map(|code| code << 8);
+                code.or(how.terminating_signal()).map(ExitStatus::from_raw)
+            });
         }
         self.ended
+    }
+    /// Waits for one that has ended, which nobody does any more after that.
+    fn take_leave(&mut self) {
+        if self.ended.is_some() {
+            let _ = self.child.try_wait();
+        }
     }
 }
 

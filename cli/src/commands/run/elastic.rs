@@ -47,6 +47,9 @@ pub struct Continued {
     pub lost_at_ms: Option<u64>,
     /// The name of the run.
     pub run: Option<String>,
+    /// The folder of the records that it has unasked.
+    #[serde(default)]
+    pub records: Option<PathBuf>,
 }
 
 /// The arguments of a run that goes on after a loss; of any other those of the command line.
@@ -65,6 +68,10 @@ pub fn continued(args: &RunArgs) -> Result<RunArgs, Failure> {
     args.losses = c.losses;
     args.lost_at_ms = c.lost_at_ms;
     args.run = c.run;
+    if let (None, Some(records)) = (&args.record, c.records) {
+        args.record = Some(records);
+        args.records_by_default = true;
+    }
     Ok(args)
 }
 
@@ -274,7 +281,18 @@ fn prepared(
 ) -> Result<Command, Failure> {
     let (began, lost_at_ms) = (Instant::now(), now_ms());
     crate::say(format_args!("lost: {lost}"));
-    let (gone, of) = company.lost();
+    let (killed, of) = company.lost();
+    if let [some @ .., last] = &killed[..]
+        && !some.is_empty()
+    {
+        let some: Vec<String> = some.iter().map(usize::to_string).collect();
+        crate::say(format_args!(
+            "lost in all: processes {} and {last} of {of}, which were killed",
+            some.join(", ")
+        ));
+    }
+    // One that hung and had to be killed is lost, too.
+    let gone = killed.len().max(1);
     let n_ranks = left::ranks_of(loaded);
     // Ranks are shared evenly; a process that has more counts for what the others have.
     let left = (of - gone.min(of - 1)) * n_ranks / of;
@@ -299,6 +317,7 @@ fn prepared(
         // Counted from the first loss where no step was made since.
         lost_at_ms: Some(since.unwrap_or(lost_at_ms)),
         run: args.run.clone(),
+        records: unasked(args),
     };
     journal::change(args, |journal| {
         journal.processes = continued.processes;
@@ -342,6 +361,11 @@ pub fn records_aside(args: &RunArgs, losses: u32) -> String {
         // No reason to end a run that goes on.
         Err(e) => format!("\n  records of the ranks before are not kept: {e}"),
     }
+}
+
+/// The folder of the records that a run has unasked.
+pub fn unasked(args: &RunArgs) -> Option<PathBuf> {
+    args.record.clone().filter(|_| args.records_by_default)
 }
 
 /// The same command with what has changed, in a file beside the run's output.

@@ -293,8 +293,8 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
     }
     let before = journal.planned.clone();
     let processes = match args.after_loss {
-        true => journal.processes.saturating_sub(1),
-        false => setting.counts(journal.began.ranks).0,
+        0 => setting.counts(journal.began.ranks).0,
+        lost => journal.processes.saturating_sub(lost),
     };
     if processes == 0 {
         return Err(Failure::new(
@@ -312,7 +312,8 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
     let kept = usize::from(args.checkpoints_kept);
     let salvaged = runtime::checkpoint::salvage(folder, kept, &journal.run);
     // A run that was asked to end, and did, has lost nothing.
-    let lost_at_ms = last_seen(args).filter(|_| processes < before.processes || args.after_loss);
+    let lost_at_ms =
+        last_seen(args).filter(|_| processes < before.processes || args.after_loss > 0);
     let (newest, damaged) = journal.newest(folder, salvaged.as_ref());
     let step = newest.as_ref().map_or(journal.first, |(_, step)| *step);
     let began = Instant::now();
@@ -366,6 +367,7 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
         losses: journal.losses,
         lost_at_ms,
         run: Some(journal.run.clone()),
+        records: elastic::unasked(args),
     };
     let damaged: String = (damaged.iter())
         .map(|d| format!(" Passed over {d}."))
@@ -430,14 +432,14 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
 
 /// When a rank of the run's last part last wrote where it was, in milliseconds since 1970.
 fn last_seen(args: &RunArgs) -> Option<u64> {
-    let seen = record::read(args.record.as_deref()?).ok()?;
+    let seen = record::read(args.record.as_deref()?).ok()?.seen;
     seen.iter().map(|s| s.at_ms).max()
 }
 
 /// How many steps all ranks of the run's last part had made, by the records that they left; none where
 /// these do not say.
 fn reached(args: &RunArgs, played: &Loaded) -> Option<u64> {
-    let mut seen = record::read(args.record.as_deref()?).ok()?;
+    let mut seen = record::read(args.record.as_deref()?).ok()?.seen;
     seen.retain(|s| s.plan == played.hash);
     let doing = record::diagnose(&played.program, &seen).ok()?.ranks;
     let made = seen.iter().filter(|s| s.training && s.plays > 0);

@@ -6,8 +6,10 @@ use super::journal::Journal;
 use crate::args::RunArgs;
 use crate::failure::{Exit, Failure};
 use crate::interrupt::{self, SAME};
-use rustix::process::{Pid, Signal};
+use runtime::record::{self, Fate, Verdict};
+use rustix::process::{Pid, Signal, WaitOptions, waitpgid};
 use signal_hook::consts::{SIGTSTP, SIGUSR1};
+use std::collections::BTreeMap;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus};
@@ -30,15 +32,18 @@ pub fn keep(args: &RunArgs, setting: &Setting) -> Result<(), Failure> {
         _ => return Ok(()),
     };
     let requests = Requests::watch()?;
+    // The others become children of this one when process 0 is lost, by which it learns how they end.
+    // Without that it takes process 0 for the only one.
+    let _ = rustix::process::set_child_subreaper(Some(rustix::process::getpid()));
     let longest = Duration::from_secs(args.time_out);
-    let mut is_after_loss = false;
+    let mut n_lost = 0;
     loop {
-        let mut child = start(is_after_loss)?;
+        let mut child = start(n_lost)?;
         let (how, was_asked) = wait(&mut child, &requests, longest)?;
         if let Some(code) = how.code() {
             std::process::exit(code);
         }
-        end_group(Pid::from_child(&child), folder, longest);
+        let ended = end_group(Pid::from_child(&child), folder, longest);
         let lost = lost(how);
         if was_asked {
             let what = match how.signal() == Some(SIGUSR1) {
@@ -48,9 +53,14 @@ pub fn keep(args: &RunArgs, setting: &Setting) -> Result<(), Failure> {
             let help = "to go on, give the same command again";
             return Err(Failure::new(Exit::Interrupted, what).help(help));
         }
-        may_go_on(folder, &lost)?;
+        let others = lost_with(child.id(), args, folder, &ended);
+        let lost = match names(&others) {
+            None => lost,
+            Some(names) => format!("{lost}, and with it {names}"),
+        };
+        n_lost = 1 + others.len();
+        may_go_on(folder, &lost, n_lost)?;
         crate::say(format_args!("lost: {lost}"));
-        is_after_loss = true;
     }
 }
 
@@ -90,10 +100,80 @@ fn failed(what: &str, e: &dyn std::fmt::Display) -> Failure {
     .help("leave --elastic out, and --resume when a process is lost")
 }
 
+/// A process that was lost with process 0.
+#[derive(Debug, PartialEq, Eq)]
+struct Lost {
+    /// Its number in the run, where that is known, and else the system's.
+    index: Result<usize, u32>,
+    /// How, in words.
+    how: String,
+}
+
+/// The other processes that are lost when process 0 is: those that somebody has killed as well, and
+/// those that process 0 itself had found lost and not yet gone on without. The records of the ranks say
+/// which they are.
+fn lost_with(first: u32, args: &RunArgs, folder: &Path, ended: &Ended) -> Vec<Lost> {
+    let journal = Journal::read(folder).ok().flatten();
+    let records = args.record.as_deref();
+    let mut seen = records.map_or_else(Vec::new, |folder| {
+        record::read(folder).unwrap_or_default().seen
+    });
+    let host = record::host();
+    // Those of an earlier part of the run name whom it has gone on without.
+    seen.retain(|s| s.host == host && journal.as_ref().is_some_and(|j| j.planned.hash == s.plan));
+    if !seen.iter().any(|s| s.pid == first) {
+        seen.clear();
+    }
+    let verdict = records.and_then(Verdict::read);
+    let found = verdict.map(|v| v.found).unwrap_or_default();
+    let mut all: BTreeMap<u32, String> = BTreeMap::new();
+    for s in &seen {
+        if let Some(Fate::Lost(how)) = found.get(&s.rank)
+            && !ended.contains_key(&s.pid)
+        {
+            all.insert(s.pid, how.clone());
+        }
+    }
+    for (pid, signal) in ended {
+        if let Some(signal) = signal {
+            all.insert(*pid, format!("it was killed by signal {signal}"));
+        }
+    }
+    all.remove(&first);
+    // Consecutive ranks are of one process, and the records are in the order of ranks.
+    let mut of_run: Vec<u32> = seen.iter().map(|s| s.pid).collect();
+    of_run.dedup();
+    let is_whole = journal.is_some_and(|j| j.processes == of_run.len());
+    let index = |pid: u32| of_run.iter().position(|p| *p == pid).filter(|_| is_whole);
+    let lost = all.into_iter().map(|(pid, how)| Lost {
+        index: index(pid).ok_or(pid),
+        how,
+    });
+    let mut lost: Vec<Lost> = lost.collect();
+    lost.sort_by_key(|l| {
+        l.index
+            .map_or_else(|pid| (true, pid as usize), |i| (false, i))
+    });
+    lost
+}
+
+/// Processes in words, with how they were lost; none where there are none.
+fn names(all: &[Lost]) -> Option<String> {
+    let name = |lost: &Lost| match lost.index {
+        Ok(index) => format!("process {index} ({})", lost.how),
+        Err(pid) => format!("another one, which had the number {pid} ({})", lost.how),
+    };
+    let names: Vec<String> = all.iter().map(name).collect();
+    match names.split_last()? {
+        (last, []) => Some(last.clone()),
+        (last, rest) => Some(format!("{} and {last}", rest.join(", "))),
+    }
+}
+
 /// Fails where nothing is left that could go on.
-fn may_go_on(folder: &Path, lost: &str) -> Result<(), Failure> {
+fn may_go_on(folder: &Path, lost: &str, n_lost: usize) -> Result<(), Failure> {
     let why = match Journal::read(folder)? {
-        Some(journal) if journal.processes > 1 => return Ok(()),
+        Some(journal) if journal.processes > n_lost => return Ok(()),
         Some(_) => "no other process is left",
         None => "the run had not begun",
     };
@@ -104,14 +184,14 @@ fn may_go_on(folder: &Path, lost: &str) -> Result<(), Failure> {
 
 /// Starts process 0 with this one's arguments. It is in a group of its own, so that what a terminal
 /// sends to all comes to it once, from here.
-fn start(is_after_loss: bool) -> Result<Child, Failure> {
+fn start(n_lost: usize) -> Result<Child, Failure> {
     let program = std::env::current_exe().map_err(|e| failed("does not find itself", &e))?;
     let given = std::env::args_os();
     let child = Command::new(program)
         // After the verb: what follows `--` are no flags.
         .args(given.skip(1).take(1))
         .arg(format!("--kept={}", std::process::id()))
-        .args(is_after_loss.then_some("--after-loss"))
+        .args((n_lost > 0).then(|| format!("--after-loss={n_lost}")))
         .args(std::env::args_os().skip(2))
         .process_group(0)
         .spawn();
@@ -186,17 +266,29 @@ fn is_stopped(pid: Pid) -> bool {
         .is_some_and(|(_, rest)| rest.starts_with('T'))
 }
 
+/// The signal that ended a process, by its number; none where it ended by itself, or was killed here.
+type Ended = BTreeMap<u32, Option<i32>>;
+
 /// Waits for those that process 0 started, which are in its group, to end, and kills who does not: they
-/// have the memory that is needed next. Who writes down what it has in memory may take longer.
-fn end_group(group: Pid, folder: &Path, longest: Duration) {
+/// have the memory that is needed next. Who writes down what it has in memory may take longer. Says how
+/// they ended.
+fn end_group(group: Pid, folder: &Path, longest: Duration) -> Ended {
     let began = Instant::now();
+    let mut ended = Ended::new();
     let (mut is_killed, mut until) = (false, began + GRACE);
-    while rustix::process::test_kill_process_group(group).is_ok() {
+    loop {
+        while let Ok(Some((pid, how))) = waitpgid(group, WaitOptions::NOHANG) {
+            let pid = pid.as_raw_nonzero().get().cast_unsigned();
+            ended.insert(pid, how.terminating_signal().filter(|_| !is_killed));
+        }
+        if rustix::process::test_kill_process_group(group).is_err() {
+            return ended;
+        }
         let writes = !is_killed && began.elapsed() < longest;
         let writes = writes && runtime::checkpoint::is_left(folder);
         if Instant::now() > until && !writes {
             if is_killed {
-                return;
+                return ended;
             }
             let _ = rustix::process::kill_process_group(group, Signal::KILL);
             (is_killed, until) = (true, Instant::now() + GRACE);

@@ -1,33 +1,34 @@
-//! The lock by which an elastic run has its folder of checkpoints to itself.
+//! The lock by which a run has its folder of checkpoints to itself: two that write to one would each
+//! remove what the other one needs.
 
 use super::among::Setting;
 use crate::args::RunArgs;
 use crate::failure::{Exit, Failure};
-use crate::interrupt::{Interrupts, Made};
+use crate::interrupt::{Interrupts, Made, is_at};
 use std::fs::{File, TryLockError};
 use std::io::{self, ErrorKind};
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// The file that process 0 of the run holds as long as it lives.
-const NAME: &str = "elastic.lock";
-/// How long one waits for another process 0 of the run to end, and how often it looks.
+const NAME: &str = "writer.lock";
+/// How long one waits for another process 0 to end, and how often it looks.
 const TO_END: Duration = Duration::from_secs(3);
 /// The same under a launcher: on other hosts a lock stays for a while when the host is gone that had it.
 const TO_VANISH: Duration = Duration::from_secs(120);
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Takes the folder of checkpoints of an elastic run for this process 0, as long as the result is kept:
-/// of a run that is started twice, or before its former process 0 has ended, one goes on. A folder that
-/// is not there yet is made where `makes` says so, and else nobody's.
+/// Takes the folder of checkpoints for this process 0, for as long as the run lasts: of a run that is
+/// started twice, or before its former process 0 has ended, one goes on. Who only reads there needs no
+/// lock. A folder that is not there yet is made where `makes` says so, and else nobody's: whether it
+/// was there is returned.
 pub fn held(
     args: &RunArgs,
     (setting, interrupts): (&Setting, &Interrupts),
     makes: bool,
-) -> Result<Option<File>, Failure> {
-    let Some(folder) = args.checkpoint.as_deref().filter(|_| args.elastic) else {
-        return Ok(None);
+) -> Result<bool, Failure> {
+    let Some(folder) = args.checkpoint.as_deref() else {
+        return Ok(true);
     };
     let path = folder.join(NAME);
     let failed = |e: io::Error| {
@@ -35,52 +36,84 @@ pub fn held(
         Failure::new(Exit::RunFailed, what)
             .help("name a folder for --checkpoint that can be written to")
     };
-    if makes {
-        let made = interrupts.makes(folder, || std::fs::create_dir_all(folder));
-        made.map_err(failed)?;
-    } else if !folder.is_dir() {
-        return Ok(None);
+    if !makes && !folder.is_dir() {
+        return Ok(false);
     }
-    let until = Instant::now()
-        + match setting {
-            Setting::Launched(_) => TO_VANISH,
-            _ => TO_END,
-        };
+    let began = Instant::now();
+    let longest = match setting {
+        Setting::Launched(_) => TO_VANISH,
+        _ => TO_END,
+    };
+    let mut is_said = false;
     loop {
+        if makes {
+            // Again, as who had the lock may have removed what it had made.
+            let made = interrupts.makes(folder, || std::fs::create_dir_all(folder));
+            made.map_err(failed)?;
+        }
         let tried = interrupts.making(|made| tried(&path, made));
-        match tried.map_err(failed)? {
-            Tried::Held(file) => return Ok(Some(file)),
-            Tried::Taken if Instant::now() < until => std::thread::sleep(LOOK),
-            Tried::Taken => {
-                let what = format!(
-                    "--checkpoint {}: the folder's elastic run goes on in another process",
-                    folder.display()
-                );
-                let help = "end that one, or name another folder";
-                return Err(Failure::new(Exit::Usage, what).help(help));
+        match tried {
+            // What keeps a run from writing there is said where its outputs are looked at.
+            Err(_) if !makes && !args.elastic => return Ok(false),
+            Err(e) if e.kind() == ErrorKind::NotFound && !makes => return Ok(false),
+            Err(e) if e.kind() == ErrorKind::NotFound && began.elapsed() < longest => {
+                std::thread::sleep(LOOK);
             }
-            Tried::WithoutLocks(e) => {
+            Err(e) => return Err(failed(e)),
+            Ok(Tried::Held) => return Ok(true),
+            Ok(Tried::Taken) if began.elapsed() < longest => {
+                // Others of a launcher may give up before.
+                if began.elapsed() > TO_END && !is_said {
+                    crate::say(format_args!(
+                        "note: {}, and is waited for",
+                        taken(args, folder)
+                    ));
+                    is_said = true;
+                }
+                std::thread::sleep(LOOK);
+            }
+            Ok(Tried::Taken) => {
+                let help = match args.elastic {
+                    true => "end that one, or name another folder".to_string(),
+                    false => format!(
+                        "give this run a folder of its own; with --resume {} it may go on from what is there by now",
+                        folder.display()
+                    ),
+                };
+                return Err(Failure::new(Exit::Usage, taken(args, folder)).help(help));
+            }
+            Ok(Tried::WithoutLocks(e)) => {
                 crate::say(format_args!(
-                    "warning: {}: {e}: that the run is not started twice is yours to see to",
+                    "warning: {}: {e}: that no two runs write there is yours to see to",
                     path.display()
                 ));
-                return Ok(None);
+                return Ok(true);
             }
         }
     }
 }
 
+/// Says that the folder is another process'.
+fn taken(args: &RunArgs, folder: &Path) -> String {
+    let what = match args.elastic {
+        true => "the folder's run goes on in another process",
+        false => "another run that goes on writes its checkpoints there",
+    };
+    format!("--checkpoint {}: {what}", folder.display())
+}
+
 /// How it went to take the lock.
-enum Tried {
-    Held(File),
+pub enum Tried {
+    Held,
     /// By another process, or gone with it.
     Taken,
     /// File systems without locks.
     WithoutLocks(io::Error),
 }
 
-/// Takes the lock, if nobody has it, and notes the file where it was not there before.
-fn tried(path: &Path, made: &mut Vec<Made>) -> io::Result<Tried> {
+/// Takes the lock, if nobody has it, and notes it: it goes with the run. Who was killed has left its
+/// file, which is taken as well.
+pub fn tried(path: &Path, made: &mut Vec<Made>) -> io::Result<Tried> {
     let (file, is_new) = match File::options().create_new(true).append(true).open(path) {
         Err(e) if e.kind() == ErrorKind::AlreadyExists => {
             match File::options().append(true).open(path) {
@@ -92,19 +125,12 @@ fn tried(path: &Path, made: &mut Vec<Made>) -> io::Result<Tried> {
     };
     let tried = match file.try_lock() {
         // Who had it may have taken its file away, and then it is no lock of anything.
-        Ok(()) if is_at(&file, path) => Tried::Held(file),
+        Ok(()) if is_at(&file, path) => Tried::Held,
         Ok(()) | Err(TryLockError::WouldBlock) => return Ok(Tried::Taken),
         Err(TryLockError::Error(e)) => Tried::WithoutLocks(e),
     };
-    if is_new {
-        made.push(Made::File(path.to_path_buf()));
+    if is_new || matches!(tried, Tried::Held) {
+        made.push(Made::Lock(path.to_path_buf(), file));
     }
     Ok(tried)
-}
-
-/// Whether a file is the one that has this name.
-fn is_at(file: &File, path: &Path) -> bool {
-    let of = |m: std::fs::Metadata| (m.dev(), m.ino());
-    let [open, named] = [file.metadata(), std::fs::metadata(path)].map(|m| m.map(of).ok());
-    open.is_some() && open == named
 }

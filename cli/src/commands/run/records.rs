@@ -1,43 +1,27 @@
-//! The records of a run's ranks: where they are, when they stay, and what the run itself says by
-//! them when it fails.
+//! The records of a run's ranks, and what the run itself says by them when it fails.
 //!
-//! A run has them unasked, in a folder beside its output, as nobody asks for them before a rank
-//! hangs or its process is killed. Such a folder ends no run: where it cannot be written, there are
-//! none. It goes when the run has ended in order.
+//! A run has them unasked, in a [folder](super::folder) beside its output, as nobody asks for them
+//! before a rank hangs or its process is killed. Such a folder ends no run: where it cannot be
+//! written, there are none. It goes when the run has ended in order.
 
 use super::among::Company;
 use crate::args::RunArgs;
 use crate::commands::doctor::{activity, names, when};
 use crate::failure::Failure;
-use crate::interrupt::Interrupts;
-use crate::outputs;
 use crate::plan_file::Loaded;
 use crate::report::place::{in_words, without_empty};
 use ir::Rank;
 use runtime::RuntimeError;
 use runtime::record::{self, Doing, Fate, Recording, Seen, Verdict};
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Lost ranks whose places are said: more make no sentence that anybody reads.
 const MOST_LOST: usize = 2;
+/// Ranks that are named as having no record.
+const MOST_WITHOUT: usize = 8;
 /// Ranks that are named as waiting for one.
 const MOST_WAITING: usize = 4;
-
-/// The arguments of a run, with the folder of its records where nobody named one.
-pub fn by_default(mut args: RunArgs) -> RunArgs {
-    // Beside a device there is no place for a folder.
-    let is_special = args.output.exists() && !args.output.is_file();
-    if args.record.is_some() || is_special {
-        return args;
-    }
-    let folder = args.output.with_extension("records");
-    if folder != args.output {
-        args.record = Some(folder);
-        args.records_by_default = true;
-    }
-    args
-}
 
 /// Where the ranks of this process write what they are doing.
 pub fn of_ranks(args: &RunArgs, loaded: &Loaded) -> Option<Recording> {
@@ -45,61 +29,21 @@ pub fn of_ranks(args: &RunArgs, loaded: &Loaded) -> Option<Recording> {
         folder,
         plan: loaded.hash.clone(),
         is_asked_for: !args.records_by_default,
+        without: warn_of_none,
     })
 }
 
-/// The folder that nobody asked for; what is in it goes with [`Unasked::end`]. One that is empty
-/// goes whatever happens, as when the processes did not come together.
-pub struct Unasked(PathBuf);
-
-impl Unasked {
-    /// Makes it for process 0, without what an earlier run left there. Says why not where it cannot
-    /// be made or written to, and has the run go on without.
-    pub fn begin(args: &mut RunArgs, interrupts: &Interrupts) -> Option<Self> {
-        let folder = args.record.clone().filter(|_| args.records_by_default)?;
-        let made = interrupts.makes(&folder, || {
-            outputs::check_folder(&folder)?;
-            record::make_way(&folder)?;
-            Ok::<(), Failure>(record::can_begin(&folder)?)
-        });
-        match made {
-            Ok(()) => Some(Unasked(folder)),
-            Err(failure) => {
-                crate::say(format_args!(
-                    "warning: no records of ranks, by which `meshwright doctor` says where a run hangs: {failure}"
-                ));
-                args.record = None;
-                None
-            }
+/// Warns that ranks of this process leave no record, and says why.
+fn warn_of_none(ranks: &[Rank], why: &RuntimeError) {
+    let whose = match ranks {
+        [first, ..] if ranks.len() > MOST_WITHOUT => {
+            format!("{} ranks, of which {first} is the first", ranks.len())
         }
-    }
-    /// Makes it for another process, where process 0 has not, as on a host that shares no folder
-    /// with it. That is to be before the processes have come together: no rank of the run writes by
-    /// then.
-    pub fn begin_elsewhere(args: &RunArgs, interrupts: &Interrupts) -> Option<Self> {
-        let folder = args.record.clone().filter(|_| args.records_by_default)?;
-        let is_made = interrupts.makes(&folder, || std::fs::create_dir(&folder).is_ok());
-        // What cannot be taken out of the way stays.
-        let _ = record::make_way(&folder);
-        is_made.then(|| Unasked(folder))
-    }
-    /// Removes it with all that the run wrote there: it has ended in order.
-    pub fn end(self) {
-        record::remove(&self.0);
-    }
-}
-
-/// Removes the records that nobody asked for, of a run that is done.
-pub fn forget(args: &RunArgs) {
-    if let Some(folder) = args.record.as_ref().filter(|_| args.records_by_default) {
-        record::remove(folder);
-    }
-}
-
-impl Drop for Unasked {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir(&self.0);
-    }
+        _ => names(ranks.iter().copied()),
+    };
+    crate::say(format_args!(
+        "warning: no record of {whose}, by which `meshwright doctor` says where a run hangs: {why}"
+    ));
 }
 
 /// The words of an error that ended the steps, with where the ranks that it names were by their
@@ -130,7 +74,7 @@ pub fn explained(
 /// not found that. Where its connections broke, this one has found so, too, and knows better.
 fn without_this(folder: &Path) -> Option<Verdict> {
     let verdict = Verdict::read(folder)?;
-    let seen = record::read(folder).ok()?;
+    let seen = record::read(folder).ok()?.seen;
     let (pid, host) = (std::process::id(), record::host());
     // The records are of another run where this one's was begun again meanwhile.
     let mut own = seen.iter().filter(|s| s.pid == pid && s.host == host);
@@ -153,7 +97,7 @@ fn examined(
     let plain = plain(loaded, error);
     // There may be none, as where no folder could be made.
     let seen = args.record.as_ref().map(|folder| record::read(folder));
-    let Some(Ok(mut seen)) = seen else {
+    let Some(Ok(record::Records { mut seen, .. })) = seen else {
         return (plain, None);
     };
     seen.retain(|s| s.plan == loaded.hash);
@@ -237,7 +181,7 @@ pub fn without_first(folder: Option<&Path>, error: &RuntimeError) {
     };
     // Process 0 knows better, where it could still say so.
     if Verdict::read(folder).is_none() {
-        let seen = record::read(folder).unwrap_or_default();
+        let seen = record::read(folder).unwrap_or_default().seen;
         let verdict = Verdict {
             error: error.to_string(),
             found: found(error, (&seen, &BTreeMap::new()), None),

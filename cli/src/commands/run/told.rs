@@ -56,6 +56,7 @@ pub fn tell(args: &RunArgs, setting: &Setting) -> Result<Option<Told>, Failure> 
         losses: args.losses,
         lost_at_ms: args.lost_at_ms,
         run: args.run.clone(),
+        records: elastic::unasked(args),
     };
     outputs::write_atomic(&path, document::to_json(&told)?.as_bytes())?;
     Ok(Some(Told(path)))

@@ -19,7 +19,7 @@ use super::manifest::Origin;
 use super::shard::{self, Written};
 use super::{Checkpoint, Whole, commit, problem};
 use crate::error::RuntimeError;
-use crate::files::{self, Unfinished};
+use crate::files::{self, Unfinished, open_regular};
 use archive::Stretch;
 use metadata::{Chunk, Metadata, Tensor, listed};
 use std::collections::{BTreeMap, BTreeSet};
@@ -66,7 +66,7 @@ pub fn export(from: &Checkpoint, prefix: &str, folder: &Path) -> Result<(), Runt
         let place = unfinished.path().join(&name);
         let mut out = BufWriter::with_capacity(1 << 20, File::create_new(place).map_err(error)?);
         let unread = |e: io::Error| problem(source, format!("cannot copy: {e}"));
-        let mut file = File::open(source).map_err(unread)?;
+        let mut file = open_regular(source).map_err(unread)?;
         let chunk = |start: &[u64], shape: &[u64], at, bytes| Chunk {
             start: start.to_vec(),
             shape: shape.to_vec(),
@@ -155,7 +155,7 @@ impl Source {
         let path = folder.join(METADATA);
         let unread = |e: io::Error| problem(&path, format!("cannot read: {e}"));
         let mut bytes = Vec::new();
-        let file = File::open(&path).map_err(unread)?;
+        let file = open_regular(&path).map_err(unread)?;
         let most = LONGEST + 1;
         file.take(most).read_to_end(&mut bytes).map_err(unread)?;
         if bytes.len() as u64 == most {
@@ -305,7 +305,7 @@ impl Source {
                 format!("chunk {:?} of `{name}`: {what}", chunk.start),
             )
         };
-        let open = || Stretch::new(BufReader::new(File::open(&path)?), chunk.at, chunk.bytes);
+        let open = || Stretch::new(BufReader::new(open_regular(&path)?), chunk.at, chunk.bytes);
         let opened = open().map_err(|e| bad(format!("cannot read: {e}")))?;
         let stored = archive::read(opened).map_err(bad)?;
         if stored.dtype != dtype {
@@ -321,7 +321,7 @@ impl Source {
         let place = chunk.at.checked_add(stored.at);
         let place = place.ok_or_else(|| bad("it lies beyond all files".into()))?;
         let open = || {
-            let mut file = File::open(&path)?;
+            let mut file = open_regular(&path)?;
             file.seek(SeekFrom::Start(place))?;
             Ok(BufReader::with_capacity(1 << 20, file))
         };
