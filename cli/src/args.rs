@@ -767,8 +767,7 @@ pub struct RunArgs {
     /// The process that keeps this one, by its number in the system.
     #[arg(long, hide = true, value_name = "PID")]
     pub kept: Option<u32>,
-    /// So many processes were lost, this one's forerunner among them, which the keeper has it stand
-    /// in for.
+    /// The number of processes that were lost, this one's forerunner among them; the keeper gives it.
     #[arg(long, hide = true, value_name = "N", default_value_t = 0)]
     pub after_loss: usize,
     /// Run in this process alone, whatever a launcher's variables say.

@@ -836,8 +836,8 @@ fn data() {
 fn pipes_are_refused_or_read_and_never_waited_for() {
     let place = Place::with_plan();
     let pipe = |name: &str| {
-        let made = std::process::Command::new("mkfifo").arg(place.path(name));
-        assert!(made.status().unwrap().success());
+        let mut made = std::process::Command::new("mkfifo");
+        assert!(made.arg(place.path(name)).status().unwrap().success());
     };
     let run = ["run", "plan.json", "--steps", "1", "--data"];
     pipe("pipe");
@@ -850,7 +850,7 @@ fn pipes_are_refused_or_read_and_never_waited_for() {
     std::fs::create_dir(place.path("weights")).unwrap();
     place.write("weights/config.json", support::CONFIG);
     pipe("weights/model.safetensors");
-    let weights = ["text.txt", "--weights", "weights"];
+    let weights = ["text.txt", "--weights", "weights/model.safetensors"];
     refused(&weights, &["model.safetensors", "no regular file"]);
     let state = ["text.txt", "--checkpoint", "state"];
     place.run(&[&run[..], &state].concat()).expect(0);

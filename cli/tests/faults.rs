@@ -178,7 +178,8 @@ fn disks_that_fail_end_no_run_and_spoil_no_checkpoint() {
     run(&place, &["--steps", "1", "--checkpoint", "state"]).expect(0);
     let args = ["--steps", "3", "--resume", "state", "--checkpoint", "state"];
     let args = [&args[..], &["--checkpoint-every", "1"]].concat();
-    let mut at = 2;
+    // Behind the lock of the folder, and a look whether that is there.
+    let mut at = 3;
     for (i, error) in [NO_SPACE, FAILED].iter().cycle().enumerate() {
         let before = newest_step(&place);
         let _ = std::fs::remove_file(place.path("run.json"));
@@ -517,7 +518,7 @@ fn runs_share_a_folder_of_checkpoints() {
             read(&["--checkpoint", "other"]),
             "and gone on from elsewhere"
         );
-        let elastic = ["--elastic"];
+        let elastic = ["--elastic", "--checkpoint-every", "1"];
         for (resume, elastic) in [(&[][..], &[][..]), (&["--resume", "state"], &elastic)] {
             let second = ["--steps", "1", "-o", "b.json"];
             let refused = run(&place, &[&second[..], resume, elastic, &state].concat()).expect(2);

@@ -119,7 +119,7 @@ impl Standstill {
     /// How late it may wake for other reasons.
     const LATE: Duration = Duration::from_millis(1);
 
-    /// Of this process, from now on. Where it may have no further thread, it never stands still.
+    /// Counts for this process, from now on. Where it may have no further thread, it never stands still.
     pub fn begin() -> Self {
         let late = Arc::new(AtomicU64::new(0));
         let counted = Arc::downgrade(&late);

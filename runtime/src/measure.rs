@@ -288,7 +288,7 @@ impl Profile {
     }
 }
 
-/// What ranks did in the mean of `n` steps, beside those of their role.
+/// Measures ranks by the mean of `n` steps, each beside those of its role.
 fn ranks(
     roles: impl Iterator<Item = Vec<Rank>>,
     (sums, n): &(Vec<Spent>, u32),

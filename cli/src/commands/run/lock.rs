@@ -5,7 +5,7 @@ use super::among::Setting;
 use crate::args::RunArgs;
 use crate::failure::{Exit, Failure};
 use crate::interrupt::{Interrupts, Made, is_at};
-use std::fs::{File, TryLockError};
+use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind};
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -114,16 +114,27 @@ pub enum Tried {
 /// Takes the lock, if nobody has it, and notes it: it goes with the run. Who was killed has left its
 /// file, which is taken as well.
 pub fn tried(path: &Path, made: &mut Vec<Made>) -> io::Result<Tried> {
-    let (file, is_new) = match File::options().create_new(true).append(true).open(path) {
-        Err(e) if e.kind() == ErrorKind::AlreadyExists => {
-            match File::options().append(true).open(path) {
-                Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Tried::Taken),
-                found => (found?, false),
-            }
-        }
-        new => (new?, true),
+    let is_new = match File::options().create_new(true).write(true).open(path) {
+        Err(e) if e.kind() == ErrorKind::AlreadyExists => false,
+        new => new.map(|_| true)?,
     };
-    let tried = match file.try_lock() {
+    // One that is open for writing would keep its file system from becoming read-only. File systems of
+    // servers may want it all the same.
+    let open = |options: &mut OpenOptions| match options.open(path) {
+        Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
+        found => found.map(Some),
+    };
+    let Some(mut file) = open(File::options().read(true))? else {
+        return Ok(Tried::Taken);
+    };
+    let mut locked = file.try_lock();
+    if let Err(TryLockError::Error(_)) = locked
+        && let Ok(Some(other)) = open(File::options().append(true))
+    {
+        locked = other.try_lock();
+        file = other;
+    }
+    let tried = match locked {
         // Who had it may have taken its file away, and then it is no lock of anything.
         Ok(()) if is_at(&file, path) => Tried::Held,
         Ok(()) | Err(TryLockError::WouldBlock) => return Ok(Tried::Taken),

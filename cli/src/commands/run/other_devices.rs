@@ -46,7 +46,7 @@ fn of_gpu(cluster: &Cluster, gpu: &Facts) -> Option<String> {
     })
 }
 
-/// What a GPU has, and what the plan says that it has.
+/// Lists the facts in which a GPU differs from the device of a plan.
 fn differences(planned: &Device, gpu: &Facts) -> Vec<String> {
     let memory = [gpu.memory_bytes, planned.memory_bytes.0].map(|b| b as f64);
     let is_other = (memory[0] - memory[1]).abs() > OTHER_MEMORY * memory[0].max(memory[1]);

@@ -95,7 +95,7 @@ pub fn name() -> Result<String, RuntimeError> {
     Ok(Gpu::open(0)?.name.clone())
 }
 
-/// What tells one kind of GPU from another.
+/// The facts by which one kind of GPU is told from another.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Facts {
     /// As the driver calls it.
@@ -106,7 +106,7 @@ pub struct Facts {
     pub multiprocessors: u32,
 }
 
-/// What the driver says of a GPU. Fails as [`count`] does, and where there is no such GPU.
+/// Asks the driver for the facts of a GPU. Fails as [`count`] does, and where there is no such GPU.
 pub fn facts(ordinal: usize) -> Result<Facts, RuntimeError> {
     count()?;
     let gpu = Gpu::open(ordinal)?;
