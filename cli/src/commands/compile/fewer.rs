@@ -39,7 +39,7 @@ pub fn note(
 
 /// Halves of the hosts, and halves of these, that may be faster: the most and the fewest of them.
 ///
-/// Of the ranks `repeated` do the same work.
+/// `repeated` of the ranks do the same work.
 fn worth_a_try(plan: &Plan, cluster: &Cluster, repeated: u32) -> Vec<u32> {
     let meshes = plan.meshes().zip(&plan.predicted.stages);
     let device_s = meshes.map(|(mesh, p)| f64::from(mesh.n_devices()) * p.compute_s.0);

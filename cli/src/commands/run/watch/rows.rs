@@ -111,7 +111,7 @@ struct Known {
     step: u64,
     #[serde(default)]
     skipped_steps: Option<u64>,
-    /// Of a validation alone, which comes after so many steps as its number says.
+    /// Given for a validation alone, which comes after so many steps as its number says.
     #[serde(default)]
     validation_loss: Option<f64>,
 }
