@@ -35,7 +35,8 @@ impl Scene {
         Scene::gpt2_that_is(false, (n_layers, hidden, sequence), axes)
     }
 
-    /// Makes one with these layers, features and positions; embedding and head have one table or two.
+    /// Makes one with these layers, features and positions; embedding and head have one table or
+    /// two.
     fn gpt2_that_is(
         tied: bool,
         (n_layers, hidden, sequence): (u64, u64, u64),

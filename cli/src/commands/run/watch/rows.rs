@@ -1,8 +1,8 @@
 //! Rows of figures in a file: JSON lines, or CSV.
 //!
-//! A run that goes on from a checkpoint of n steps keeps the rows of these, and the validation after
-//! them, unless it begins with one. What follows is of steps that were lost with the run that made
-//! them, and is made again; so is a line that was cut off.
+//! A run that goes on from a checkpoint of n steps keeps the rows of these, and the validation
+//! after them, unless it begins with one. What follows is of steps that were lost with the run that
+//! made them, and is made again; so is a line that was cut off.
 
 use super::{Appender, Described, Row, aside};
 use crate::failure::{Exit, Failure};
