@@ -340,6 +340,7 @@ impl Random {
     fn group(&mut self, n_choices: usize, boundary: bool) -> Group {
         let choices = (0..n_choices)
             .map(|_| Choice {
+                elsewhere_s: 0.0,
                 ops: vec![],
                 time: self.phases(),
                 static_bytes: self.below(9),
@@ -368,6 +369,7 @@ impl Random {
         let n_own = groups.len();
         if exit {
             let free = Choice {
+                elsewhere_s: 0.0,
                 ops: vec![],
                 time: Phases::default(),
                 static_bytes: 0,
