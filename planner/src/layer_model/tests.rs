@@ -340,9 +340,9 @@ impl Random {
     fn group(&mut self, n_choices: usize, boundary: bool) -> Group {
         let choices = (0..n_choices)
             .map(|_| Choice {
-                elsewhere_s: 0.0,
                 ops: vec![],
                 time: self.phases(),
+                elsewhere_s: self.phases().step,
                 static_bytes: self.below(9),
                 saved_bytes: self.below(9),
                 recomputed_bytes: 0,
