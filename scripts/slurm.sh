@@ -4,6 +4,8 @@
 # `srun` and `sbatch` in it talk to that one. Exit code 75 where there can be none. Needs root, and
 # Debian's packages slurm-wlm and munge.
 set -euo pipefail
+# Those of a job that this is a part of.
+for name in $(compgen -e SLURM_ || true); do unset "$name"; done
 none() { echo "no Slurm here: $1" >&2; exit 75; }
 [ "$(id -u)" = 0 ] || none "its daemons need root"
 for program in munged slurmctld slurmd srun; do
@@ -20,7 +22,11 @@ end() {
         sleep 0.1
     done
     for pid in "${started[@]}"; do kill "$pid" 2>/dev/null || true; done
-    for pid in "${started[@]}"; do wait "$pid" 2>/dev/null || true; done
+    for _ in $(seq 50); do
+        kill -0 "${started[@]}" 2>/dev/null || break
+        sleep 0.1
+    done
+    kill -9 "${started[@]}" 2>/dev/null || true
     rm -rf "$folder"
 }
 trap end EXIT
@@ -64,9 +70,11 @@ slurmctld -D -f "$SLURM_CONF" >"$folder/slurmctld.log" 2>&1 &
 started+=($!)
 slurmd -D -f "$SLURM_CONF" -N "$name" >"$folder/slurmd.log" 2>&1 &
 started+=($!)
-for _ in $(seq 100); do
-    sinfo -h -o %t 2>/dev/null | grep -qx idle && break
-    sleep 0.1
+is_up() { timeout 2 sinfo -h -o %t 2>/dev/null | grep -qx idle; }
+until is_up; do
+    alive=0
+    for pid in "${started[@]}"; do kill -0 "$pid" 2>/dev/null && alive=$((alive + 1)); done
+    [ "$alive" = 3 ] && [ "$SECONDS" -lt 30 ] || { tail -n 5 "$folder"/*.log >&2; none "its daemons do not start"; }
+    sleep 0.2
 done
-sinfo -h -o %t 2>/dev/null | grep -qx idle || { tail -n 5 "$folder"/*.log >&2; none "its daemons do not start"; }
 "$@"

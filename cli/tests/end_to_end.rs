@@ -249,7 +249,6 @@ fn machines_get_json() {
     );
 }
 
-/// The norm overflows in steps that f16's loss scaling skips, and JSON has no infinities.
 /// Where the link between hosts is slow, the plan for all of them says that one alone is faster, and
 /// how fast it is; a plan for one host, and one for hosts with fast links, say nothing.
 #[test]
@@ -298,6 +297,7 @@ fn fewer_hosts_that_are_faster_are_said() {
     assert_eq!(note, None);
 }
 
+/// The norm overflows in steps that f16's loss scaling skips, and JSON has no infinities.
 #[test]
 fn a_step_without_a_gradient_norm_can_be_compared() {
     let place = Place::with_plan();

@@ -82,9 +82,6 @@ pub(crate) struct Choice {
     pub ops: Vec<Arc<Part>>,
     /// Seconds of one forward, one backward, and per step.
     pub time: Phases,
-    /// Seconds per step, besides, that its sums for parameters of other layers take at least. They
-    /// may hide behind computing as what moves parameters may.
-    pub elsewhere_s: f64,
     /// Bytes that live for the whole step.
     pub static_bytes: u64,
     /// Bytes saved for backward, per microbatch in flight.
@@ -217,7 +214,6 @@ impl<'a> Maker<'a> {
         let mut choice = Choice {
             ops: Vec::with_capacity(strategies.len()),
             time: Phases::default(),
-            elsewhere_s: 0.0,
             static_bytes: 0,
             saved_bytes: 0,
             recomputed_bytes: 0,

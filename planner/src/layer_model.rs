@@ -23,7 +23,6 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 mod dominance;
-mod elsewhere;
 mod facts;
 
 /// Cost quantum: seconds per unit of the integer costs that solvers see.
@@ -264,10 +263,8 @@ impl Weights {
         if !self.allows(c.levels) {
             return Cost::FORBIDDEN;
         }
-        let elsewhere_s = self.step * c.elsewhere_s * (1.0 - self.assumed.hidden);
         quanta(
             self.seconds(c.time)
-                + elsewhere_s
                 + self.static_price * c.static_bytes as f64
                 + self.saved_price * c.saved_bytes as f64,
         )
@@ -462,8 +459,6 @@ impl LayerModel {
             if i >= self.n_own {
                 continue;
             }
-            cost.time.step += c.elsewhere_s;
-            cost.hideable.step += c.elsewhere_s;
             cost.static_bytes = cost.static_bytes.saturating_add(c.static_bytes);
             cost.saved_bytes = cost.saved_bytes.saturating_add(c.saved_bytes);
             in_step = transient(s, group, c, Region::StepEnd).max(in_step);
@@ -627,9 +622,6 @@ fn made(
         }
     }
     price_inside(s, prices, links, index, &mut group);
-    if is_own {
-        elsewhere::price_sums(s, prices, &mut group);
-    }
     if let Some(e) = none(&group) {
         return Err(e);
     }

@@ -108,7 +108,7 @@ impl InLine {
 }
 
 /// The time in which a process stood still: a signal had stopped it, its control group had used up
-/// its share of a processor, or the machine slept. A thread of it sleeps for a moment again and
+/// its share of a processor. A thread of it sleeps for a moment again and
 /// again until the last copy is dropped, and counts by how much it wakes too late.
 #[derive(Clone, Debug)]
 pub(crate) struct Standstill(Arc<AtomicU64>);
@@ -119,7 +119,8 @@ impl Standstill {
     /// How late it may wake for other reasons.
     const LATE: Duration = Duration::from_millis(1);
 
-    /// Counts for this process, from now on. Where it may have no further thread, it never stands still.
+    /// Counts for this process, from now on. Where it may have no further thread, it never stands
+    /// still.
     pub fn begin() -> Self {
         let late = Arc::new(AtomicU64::new(0));
         let counted = Arc::downgrade(&late);
@@ -202,7 +203,7 @@ mod tests {
         std::thread::sleep(Duration::from_millis(50));
         let before = still.seconds();
         let id = std::process::id();
-        let script = format!("kill -STOP {id}; sleep 0.2; kill -CONT {id}");
+        let script = format!("trap 'kill -CONT {id}' EXIT; kill -STOP {id}; sleep 0.2");
         let done = std::process::Command::new("sh")
             .args(["-c", &script])
             .status();

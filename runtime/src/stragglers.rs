@@ -287,7 +287,8 @@ impl Stragglers {
                     Reason::Link => Finding::SlowLink { times },
                 })
             }
-            (None, Some(_)) if !is_suspect => {
+            // Processes that stand still now hide whether it is over.
+            (None, Some(_)) if !is_long => {
                 self.reason = None;
                 Some(Finding::LinkRecovered)
             }
@@ -471,6 +472,40 @@ mod tests {
             matches!(slow[..], [Finding::SlowLink { .. }, Finding::LinkRecovered]),
             "{slow:?}"
         );
+    }
+
+    /// A link that is slow is so while processes are stopped, too, and that it is over is said when it
+    /// is.
+    #[test]
+    fn a_slow_link_does_not_recover_because_processes_are_stopped() {
+        let mut of = Stragglers::new((0..2).map(|r| (Rank(r), 0)));
+        let steps = (0..24_000).map(|step| {
+            let when = |from: usize, to: usize, seconds: f64| match (from..to).contains(&step) {
+                true => seconds,
+                false => 0.0,
+            };
+            let (slow, stopped) = (when(4_000, 16_000, 0.01), when(8_000, 12_000, 0.02));
+            let spent = Spent {
+                work_s: 0.004,
+                wait_s: 0.002 + slow + stopped,
+                in_line_s: 0.0,
+                still_s: stopped,
+            };
+            (step, [spent; 2])
+        });
+        let found = |(step, spent): (usize, [Spent; 2])| {
+            let findings = of.step(&spent).into_iter();
+            findings.map(move |f| (step, f)).collect::<Vec<_>>()
+        };
+        let seen: Vec<(usize, Finding)> = steps.flat_map(found).collect();
+        let told = matches!(
+            seen[..],
+            [
+                (4_000..8_000, Finding::SlowLink { .. }),
+                (16_000.., Finding::LinkRecovered)
+            ]
+        );
+        assert!(told, "{seen:?}");
     }
 
     /// A stage of one rank is compared with what it was, and with how the others have changed.

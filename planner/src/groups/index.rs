@@ -2,8 +2,8 @@
 
 use super::members::prepares;
 use ir::training::{State, StateRole, TrainingGraph};
-use ir::{OpId, OpKind, Pass, Region, ValueId};
-use rustc_hash::{FxHashMap, FxHashSet};
+use ir::{OpId, Pass, Region, ValueId};
+use rustc_hash::FxHashMap;
 use std::collections::BTreeMap;
 
 /// The states of a training graph by value, and the uses of parameters.
@@ -15,8 +15,6 @@ pub(crate) struct Index {
     parameters: FxHashMap<ValueId, ValueId>,
     /// By value of a prepared copy, the forward ops that use it, in graph order.
     users: FxHashMap<ValueId, Vec<OpId>>,
-    /// The sums of gradients for parameters of other layers, which are taken there.
-    taken_elsewhere: FxHashSet<ValueId>,
 }
 
 impl Index {
@@ -33,15 +31,6 @@ impl Index {
             }
         }
         for (i, op) in graph.ops().iter().enumerate() {
-            if op.region == Region::StepEnd {
-                for &v in &op.inputs {
-                    let producer = graph.op(graph.value(v).producer);
-                    let is_sum = matches!(producer.kind, OpKind::Accumulate { .. });
-                    if is_sum && producer.layer != op.layer {
-                        index.taken_elsewhere.insert(v);
-                    }
-                }
-            }
             if op.region != Region::Microbatch || op.pass != Pass::F {
                 continue;
             }
@@ -70,11 +59,6 @@ impl Index {
     /// The parameter that the state with this value belongs to.
     pub(super) fn parameter(&self, v: ValueId) -> Option<ValueId> {
         self.parameters.get(&v).copied()
-    }
-
-    /// Whether a value is a sum of gradients that another layer takes at the end of a step.
-    pub(crate) fn is_taken_elsewhere(&self, value: ValueId) -> bool {
-        self.taken_elsewhere.contains(&value)
     }
 
     /// The forward ops that use a prepared copy of a parameter, in graph order.

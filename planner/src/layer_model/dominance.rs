@@ -47,7 +47,6 @@ struct Own {
     /// That live for the step, saved for the backward pass, and recomputed for it.
     bytes: [u64; 3],
     times: Times,
-    elsewhere_s: f64,
     levels: ZeroLevels,
 }
 
@@ -60,18 +59,14 @@ impl Own {
                 choice.recomputed_bytes,
             ],
             times: times(choice.time),
-            elsewhere_s: choice.elsewhere_s,
             levels: choice.levels,
         }
     }
 
-    /// Whether it holds as little as `a`, leaves as little to be added up elsewhere, and keeps to its
-    /// levels; one that is pinned all keep to.
+    /// Whether it holds as little as `a`, and keeps to its levels; one that is pinned all keep to.
     fn holds_no_more(&self, a: &Own, is_level_pinned: bool) -> bool {
         let mut bytes = self.bytes.iter().zip(a.bytes);
-        bytes.all(|(b, a)| *b <= a)
-            && self.elsewhere_s <= a.elsewhere_s
-            && (is_level_pinned || covers(self.levels, a.levels))
+        bytes.all(|(b, a)| *b <= a) && (is_level_pinned || covers(self.levels, a.levels))
     }
 }
 

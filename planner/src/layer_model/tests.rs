@@ -32,19 +32,9 @@ struct Scene {
 
 impl Scene {
     fn gpt2(n_layers: u64, hidden: u64, sequence: u64, axes: &[u32]) -> Scene {
-        Scene::gpt2_that_is(false, (n_layers, hidden, sequence), axes)
-    }
-
-    /// Makes one with these layers, features and positions; embedding and head have one table or
-    /// two.
-    fn gpt2_that_is(
-        tied: bool,
-        (n_layers, hidden, sequence): (u64, u64, u64),
-        axes: &[u32],
-    ) -> Scene {
         let config = serde_json::json!({
             "model_type": "gpt2", "n_layer": n_layers, "n_head": hidden / 128, "n_embd": hidden,
-            "n_positions": sequence, "vocab_size": 4096, "tie_word_embeddings": tied,
+            "n_positions": sequence, "vocab_size": 4096, "tie_word_embeddings": false,
         });
         let config =
             import::ModelConfig::parse("config.json", config.to_string().as_bytes()).unwrap();
@@ -342,7 +332,6 @@ impl Random {
             .map(|_| Choice {
                 ops: vec![],
                 time: self.phases(),
-                elsewhere_s: self.phases().step,
                 static_bytes: self.below(9),
                 saved_bytes: self.below(9),
                 recomputed_bytes: 0,
@@ -369,7 +358,6 @@ impl Random {
         let n_own = groups.len();
         if exit {
             let free = Choice {
-                elsewhere_s: 0.0,
                 ops: vec![],
                 time: Phases::default(),
                 static_bytes: 0,
@@ -854,42 +842,4 @@ fn layers_cost_at_a_level_what_they_cost_where_it_is_pinned() {
         }
     }
     assert!(n_moved > 0);
-}
-
-/// The gradients of a table that embedding and head have in common are added up for the embedding.
-/// Where ranks of the head have addends of it, this costs at least what scattering their sum does;
-/// a table of the head's own is the head's to add up.
-#[test]
-fn sums_for_other_layers_cost_at_least_what_adding_them_up_does() {
-    for tied in [true, false] {
-        let scene = Scene::gpt2_that_is(tied, (2, 512, 128), &[2, 2]);
-        let s = scene.setting(8);
-        let graph = &s.training.graph;
-        let mut facts = MeshFacts::new(Prices::new(s.cluster, s.mesh, s.buckets), s.roles);
-        let head = LayerId::new(scene.layers.ops.len() - 1);
-        let model = LayerModel::new(&s, &scene.layers, head, &mut facts).unwrap();
-        let (mut n_whole, mut n_partial) = (0, 0);
-        for group in &model.groups {
-            let results = group.ops.iter().map(|&id| graph.op(id).outputs[0]);
-            let sums = results.enumerate();
-            for (k, sum) in sums.filter(|(_, sum)| s.index.is_taken_elsewhere(*sum)) {
-                let bytes = graph.ty(sum).shape.bind(8).iter().product::<u64>() * 4;
-                // The rest of a link's time is what each of two ranks sends: half of a half.
-                let link = &s.cluster.levels[0];
-                let least_s = bytes as f64 / 4.0 / link.bandwidth_bytes_per_s;
-                for choice in &group.choices {
-                    let spec = &choice.ops[k].specs.results[0];
-                    let seconds = choice.elsewhere_s;
-                    if spec.partial.is_empty() {
-                        assert_eq!(seconds, 0.0, "{spec:?}");
-                        n_whole += 1;
-                    } else {
-                        assert!(seconds > least_s, "{spec:?}: {seconds} against {least_s}");
-                        n_partial += 1;
-                    }
-                }
-            }
-        }
-        assert_eq!((n_whole > 0, n_partial > 0), (tied, tied));
-    }
 }

@@ -5,7 +5,7 @@ use crate::report::degrees::Degrees;
 use cost_model::presets;
 use ir::cluster::Cluster;
 use ir::plan::Plan;
-use ir::{Graph, Seconds, TrainSpec, counted};
+use ir::{Graph, Seconds, TrainSpec};
 use planner::{PlanOptions, Planned};
 
 /// Says how long a step takes on fewer hosts, where that is less. A number of hosts is tried if
@@ -62,7 +62,6 @@ fn words(hosts: u32, of: u32, seconds: Seconds) -> String {
         n => (format!("{n} of the {of} hosts"), "take"),
     };
     format!(
-        "{who} {is} {seconds} a step (--hosts {hosts}), as the links between {} are slow for this work",
-        counted(of, "host")
+        "{who} {is} {seconds} a step (--hosts {hosts}): the others cost more time than they save"
     )
 }

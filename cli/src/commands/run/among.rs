@@ -102,6 +102,9 @@ pub fn setting(args: &RunArgs) -> Result<Setting, Failure> {
             .help("start it with torchrun, srun or mpirun, or leave the flag out")),
         };
     };
+    if args.rendezvous.is_none() {
+        launcher::check_address(&env)?;
+    }
     Ok(Setting::Launched(launched))
 }
 

@@ -48,7 +48,17 @@ pub fn by_default(mut args: RunArgs, is_first: bool) -> RunArgs {
     }
     let mut all = choices(&args.output).into_iter();
     args.record = match is_first {
-        true => all.find(|folder| !is_held(folder)),
+        true => {
+            // One that has just been killed, and is begun again, has it for a moment still.
+            let until = Instant::now() + TO_END;
+            let first = all.next().filter(|folder| {
+                while is_held(folder) && Instant::now() < until {
+                    std::thread::sleep(LOOK);
+                }
+                !is_held(folder)
+            });
+            first.or_else(|| all.find(|folder| !is_held(folder)))
+        }
         false => all.next(),
     };
     args.records_by_default = args.record.is_some();

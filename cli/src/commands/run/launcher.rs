@@ -195,13 +195,12 @@ pub fn launched(env: &dyn Fn(&str) -> Option<String>) -> Result<Option<Launched>
         // The launcher names no run: its processes have one parent.
         key.push(format!("parent {}", std::os::unix::process::parent_id()));
     }
-    let address = address(env).map_err(|problem| wrong("MASTER_PORT", problem))?;
     Ok((place.of > 1).then(|| Launched {
         by: variables.by,
         place,
         on_this_host,
         local,
-        address,
+        address: address(env),
         key: key.join(" "),
     }))
 }
@@ -227,20 +226,31 @@ fn tasks_of_node(env: &dyn Fn(&str) -> Option<String>) -> Option<usize> {
 
 /// Where process 0 is by MASTER_ADDR and MASTER_PORT. At the port itself torchrun's agent listens
 /// where it says so; the next one is taken then.
-fn address(env: &dyn Fn(&str) -> Option<String>) -> Result<Option<String>, String> {
-    let given = |name: &str| env(name).filter(|v| !v.is_empty());
-    let (Some(host), Some(port)) = (given("MASTER_ADDR"), given("MASTER_PORT")) else {
-        return Ok(None);
-    };
+fn address(env: &dyn Fn(&str) -> Option<String>) -> Option<String> {
+    let host = env("MASTER_ADDR").filter(|h| !h.is_empty())?;
+    let port: u16 = env("MASTER_PORT")?.trim().parse().ok()?;
     let is_taken = env("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|v| v == "True");
-    let number = port.trim().parse().ok().filter(|port: &u16| *port > 0);
-    let number = number.and_then(|port| port.checked_add(u16::from(is_taken)));
-    let number = number.ok_or_else(|| format!("MASTER_PORT is `{port}`, no port"))?;
+    let port = port.checked_add(u16::from(is_taken))?;
     let host = match host.contains(':') && !host.starts_with('[') {
         true => format!("[{host}]"),
         false => host,
     };
-    Ok(Some(format!("{host}:{number}")))
+    Some(format!("{host}:{port}"))
+}
+
+/// Refuses an address by MASTER_ADDR and MASTER_PORT of which the port is none: process 0 would be
+/// looked for elsewhere, without a word.
+pub fn check_address(env: &dyn Fn(&str) -> Option<String>) -> Result<(), Failure> {
+    let given = |name: &str| env(name).filter(|v| !v.is_empty());
+    match (given("MASTER_ADDR"), given("MASTER_PORT")) {
+        (Some(_), Some(port)) if address(env).is_none() => {
+            let what = format!("MASTER_PORT is `{port}`, at which process 0 cannot listen");
+            Err(Failure::new(Exit::Usage, what).help(
+                "set MASTER_PORT to a port from 1 to 65534, or unset it, or give --rendezvous HOST:PORT",
+            ))
+        }
+        _ => Ok(()),
+    }
 }
 
 #[cfg(test)]
@@ -391,14 +401,20 @@ mod tests {
             "WORLD_SIZE is 2, and RANK is not set",
         );
         assert_eq!(of(&[("WORLD_SIZE", "1")]).unwrap(), None);
-        for port in ["xyz", "0", "65536", "-1"] {
+        for port in ["xyz", "65536", "-1"] {
             let set = [
                 ("RANK", "0"),
                 ("WORLD_SIZE", "2"),
                 ("MASTER_ADDR", "node0"),
                 ("MASTER_PORT", port),
             ];
-            wrong(&set, &format!("MASTER_PORT is `{port}`, no port"));
+            assert!(of(&set).unwrap().unwrap().address.is_none());
+            let env = |name: &str| set.iter().find(|v| v.0 == name).map(|v| v.1.to_string());
+            let error = check_address(&env).unwrap_err().to_string();
+            assert!(
+                error.contains(&format!("MASTER_PORT is `{port}`")),
+                "{error}"
+            );
         }
         wrong(&[("PMI_RANK", "0"), ("PMI_SIZE", "-1")], "PMI_SIZE is `-1`");
         // A place on the host is a hint.

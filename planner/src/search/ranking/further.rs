@@ -30,7 +30,7 @@ const STILL_NEAR: f64 = 1.35;
 
 impl Search<'_> {
     /// Where the fastest step takes much longer than its objective, simulates the best pipelines of
-    /// other numbers of stages that may take less by it. The objective does not know all that tied
+    /// other numbers of stages that may take less by it. The objective does not know what tied
     /// parameters move between layers, nor that ranks which hold the same send and receive it all.
     pub(super) fn look_further(
         &self,
