@@ -12,7 +12,15 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use support::{Begin, Place, Running, faults, said};
 
-const LONG: [&str; 4] = ["--steps", "100000000", "-o", "run.json"];
+const LONG: [&str; 6] = [
+    "--steps",
+    "100000000",
+    "-o",
+    "run.json",
+    // Nobody reads what it says.
+    "--log-every",
+    "60",
+];
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Ranks of the plan.
 const RANKS: u32 = 4;

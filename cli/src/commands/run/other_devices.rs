@@ -78,7 +78,7 @@ mod tests {
         assert_eq!(of_gpu(&cluster, &gpu(79.1, 132)), None);
         let words = of_gpu(&cluster, &gpu(139.8, 132)).unwrap();
         assert!(
-            words.contains("139.8 GiB of memory and not 80.0 GiB") && !words.contains("multip"),
+            words.contains("139.80 GiB of memory and not 79.65 GiB") && !words.contains("multip"),
             "{words}"
         );
         let words = of_gpu(&cluster, &gpu(79.1, 114)).unwrap();
