@@ -151,9 +151,11 @@ def main():
             os.kill(victim, how)
         at = time.time()
         seen["stopped" if how == signal.SIGSTOP else "killed"] += 1
+        hangs = False
         try:
             code = run.wait(timeout=30 + PATIENCE)
         except subprocess.TimeoutExpired:
+            hangs = True
             seen["hangs"] += 1
             run.kill()
             code = run.wait()
@@ -165,6 +167,8 @@ def main():
         if how == signal.SIGKILL:
             delays.append(time.time() - at)
         words = " ".join((folder / "errors").read_text().split())
+        if hangs:
+            unnamed.append(f"it did not end: rank{index} by {signal.Signals(how).name}, has met: {has_met}: {words}")
         # The others name process 0 once they have met it.
         if len(victims) == 1 and (run.pid not in victims or has_met):
             seen["to_name"] += 1
