@@ -390,7 +390,13 @@ fn serve(
     }
     let chosen = fabric::chosen(args, loaded, setting)?;
     let unasked = Unasked::begin_elsewhere(args, interrupts);
-    let gathered = among::gather((setting, interrupts), args, (loaded, &chosen))?;
+    let gathered = among::gather((setting, interrupts), args, (loaded, &chosen));
+    let gathered = gathered.inspect_err(|_| {
+        // A process 0 that a signal has stopped before all met; it is the parent of those it starts.
+        if let Setting::Started(_) = setting {
+            children::put_down_of_others(std::os::unix::process::parent_id());
+        }
+    })?;
     let Some(company) = gathered else {
         let what = "a process with a number above 0 is not alone";
         return Err(Failure::new(Exit::Internal, what));
