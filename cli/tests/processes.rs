@@ -1211,6 +1211,27 @@ fn a_process_0_that_hangs_is_ended_with_the_run() {
     assert_eq!(culprits, serde_json::json!([0]), "{words}");
 }
 
+/// The same while they meet: those that it has started give up after 20 seconds, and end it.
+#[test]
+fn a_process_0_that_is_stopped_while_all_meet_is_ended() {
+    let place = Place::with_plan();
+    let args = [&RUN[..], &UNASKED, &["--time-out", "2"]].concat();
+    let child = command(&place, &args).begin().unwrap();
+    let since = Instant::now();
+    // This one and the first that it starts.
+    while processes_of(&place, "run.json").len() < 2 {
+        assert!(since.elapsed() < Duration::from_secs(60), "it starts none");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    send("-STOP", child.id());
+    let output = child.wait_with_output().unwrap();
+    let (words, took) = (said(&output), since.elapsed());
+    assert_eq!(output.status.signal(), Some(9), "{took:?}: {words}");
+    assert!(took < Duration::from_secs(60), "{took:?}: {words}");
+    assert!(words.contains("process 0"), "{words}");
+    wait_for_none(&place, "run.json");
+}
+
 /// The folder that nobody asked for goes with a run that ends well, after losses too, and takes
 /// nothing with it that is not of a run. Where there can be none, the run does without.
 #[test]
