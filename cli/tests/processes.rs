@@ -1224,7 +1224,7 @@ fn a_process_0_that_is_stopped_while_all_meet_is_ended() {
         std::thread::sleep(Duration::from_millis(1));
     }
     send("-STOP", child.id());
-    let output = child.wait_with_output().unwrap();
+    let output = child.wait_within(Duration::from_secs(90)).unwrap();
     let (words, took) = (said(&output), since.elapsed());
     assert_eq!(output.status.signal(), Some(9), "{took:?}: {words}");
     assert!(took < Duration::from_secs(60), "{took:?}: {words}");

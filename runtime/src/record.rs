@@ -35,7 +35,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::OpenOptions;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// The first bytes of a record; the last one is the version of the form.
 const MAGIC: [u8; 8] = *b"mshrec\0\x03";
@@ -46,8 +46,11 @@ const WORDS: usize = 7;
 /// Where the plan's fingerprint stands, and its end.
 const PLAN: usize = 176;
 const PLAN_END: usize = 224;
-/// How often is looked at the record of a rank that is alive and between two stores each time.
+/// How often is looked at the record of a rank that is alive and between two stores each time; how
+/// often of these without a pause, and how long one is.
 const LOOKS: usize = 100;
+const LOOKS_AT_ONCE: usize = 20;
+const BETWEEN_LOOKS: Duration = Duration::from_micros(100);
 const ENDING: &str = "record";
 /// The file of what the run itself found.
 const VERDICT: &str = "verdict.json";
@@ -455,19 +458,30 @@ pub fn read(folder: &Path) -> Result<Records, RuntimeError> {
 /// Fails when it cannot be read, or has another length than records have.
 pub fn at(path: &Path) -> io::Result<Option<Seen>> {
     // A rank that is alive may be changing the older place while the newer one is read, and then
-    // that.
-    for _ in 0..LOOKS {
+    // that. Nobody says in which order the system reads the two: beside one that is not whole the
+    // other may have been read long before. Where it is read after that was seen, it is not.
+    let mut was_changing = false;
+    for look in 0..LOOKS {
         let bytes = content(path)?;
-        if bytes.len() != mapped::LEN {
+        let Ok(bytes) = <&[u8; mapped::LEN]>::try_from(&bytes[..]) else {
             let what = match bytes.len() {
                 0 => "it is empty".to_string(),
                 n => format!("it has {n} bytes, and a record has {}", mapped::LEN),
             };
             return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+        };
+        if bytes[..8] != MAGIC {
+            return Ok(None);
         }
-        let found = Seen::parse(&bytes);
-        if found.is_some() {
-            return Ok(found);
+        let places = Places::of(bytes);
+        if (places.are_whole() || was_changing)
+            && let Some(words) = places.newest()
+        {
+            return Ok(Seen::parse(bytes, words));
+        }
+        was_changing = true;
+        if look >= LOOKS_AT_ONCE {
+            std::thread::sleep(BETWEEN_LOOKS);
         }
     }
     Ok(None)
@@ -482,17 +496,13 @@ fn content(path: &Path) -> io::Result<Vec<u8>> {
 }
 
 impl Seen {
-    fn parse(bytes: &[u8]) -> Option<Self> {
-        let bytes: &[u8; mapped::LEN] = bytes.try_into().ok()?;
-        if bytes[..8] != MAGIC {
-            return None;
-        }
+    fn parse(bytes: &[u8; mapped::LEN], place: [u64; WORDS]) -> Option<Self> {
         let small = |at: usize| u32::from_le_bytes([0, 1, 2, 3].map(|i| bytes[at + i]));
         let text = |at: usize| {
             let text = bytes.get(at + 1..at + 1 + usize::from(bytes[at]))?;
             Some(String::from_utf8_lossy(text).into_owned())
         };
-        let [plays, step, begun, done, at_ms] = newest(bytes)?;
+        let [plays, step, begun, done, at_ms, ..] = place;
         Some(Seen {
             rank: Rank(small(8)),
             pid: small(12),
@@ -508,21 +518,29 @@ impl Seen {
     }
 }
 
-/// The words of the newer place that is whole, zeros before there was one; none where neither is.
-fn newest(bytes: &[u8; mapped::LEN]) -> Option<[u64; 5]> {
-    let place = |at: usize| -> [u64; WORDS] {
-        std::array::from_fn(|i| {
-            let word = std::array::from_fn(|k| bytes[at + 8 * i + k]);
-            u64::from_le_bytes(word)
-        })
-    };
-    let places = PLACES.map(place);
-    let is_whole = |p: &&[u64; WORDS]| p[WORDS - 1] == check(&p[..WORDS - 1]);
-    let whole = places.iter().filter(is_whole).max_by_key(|p| p[WORDS - 2]);
-    // Before the first one is whole the other one is as it was made.
-    let unwritten = places.iter().find(|p| **p == [0; WORDS]);
-    let [plays, step, begun, done, at_ms, ..] = *whole.or(unwritten)?;
-    Some([plays, step, begun, done, at_ms])
+/// The two places of a record, as they were read: none where one is not whole.
+struct Places([Option<[u64; WORDS]>; 2]);
+
+impl Places {
+    fn of(bytes: &[u8; mapped::LEN]) -> Self {
+        Places(PLACES.map(|at| {
+            let place: [u64; WORDS] = std::array::from_fn(|i| {
+                let word = std::array::from_fn(|k| bytes[at + 8 * i + k]);
+                u64::from_le_bytes(word)
+            });
+            // Zeros are of before there was one.
+            let is_whole = place[WORDS - 1] == check(&place[..WORDS - 1]) || place == [0; WORDS];
+            is_whole.then_some(place)
+        }))
+    }
+    fn are_whole(&self) -> bool {
+        self.0.iter().all(Option::is_some)
+    }
+    /// The newer one of those that are whole.
+    fn newest(&self) -> Option<[u64; WORDS]> {
+        let whole = self.0.iter().flatten();
+        whole.max_by_key(|place| place[WORDS - 2]).copied()
+    }
 }
 
 /// The activity of a rank.

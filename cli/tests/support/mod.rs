@@ -7,6 +7,7 @@ use std::ops::{Deref, DerefMut};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
@@ -257,6 +258,19 @@ impl Running {
     pub fn wait_with_output(mut self) -> std::io::Result<Output> {
         self.0.take().unwrap().wait_with_output()
     }
+    /// The same; after this time it is killed, with all that it started.
+    pub fn wait_within(self, longest: Duration) -> std::io::Result<Output> {
+        let group = self.1;
+        let (is_over, over) = channel::<()>();
+        std::thread::spawn(move || {
+            if over.recv_timeout(longest) == Err(RecvTimeoutError::Timeout) {
+                kill_group(group);
+            }
+        });
+        let output = self.wait_with_output();
+        drop(is_over);
+        output
+    }
 }
 
 impl Deref for Running {
@@ -280,11 +294,16 @@ impl Drop for Running {
             .as_mut()
             .is_some_and(|c| !matches!(c.try_wait(), Ok(Some(_))));
         if is_there || std::thread::panicking() {
-            let group = rustix::process::Pid::from_raw(self.1.cast_signed()).unwrap();
-            let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
+            kill_group(self.1);
         }
         let _ = self.0.as_mut().map(Child::wait);
     }
+}
+
+/// Kills a process and all that it started.
+fn kill_group(of: u32) {
+    let group = rustix::process::Pid::from_raw(of.cast_signed()).unwrap();
+    let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
 }
 
 /// A run of two processes that another one sends signals to.

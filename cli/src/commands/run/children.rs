@@ -60,32 +60,26 @@ impl Children {
         let program = std::env::current_exe().map_err(|e| failed(&e))?;
         let words = serde_json::to_string(appointment).map_err(|e| failed(&e))?;
         for index in 1..of {
+            // The words are in the pipe before there is a process: should this one be stopped right
+            // behind its start, it knows whom to miss.
+            let (from, mut to) = std::io::pipe().map_err(|e| failed(&e))?;
+            writeln!(to, "{words}").map_err(|e| failed(&e))?;
+            drop(to);
             let child = Command::new(&program)
                 // After the verb: what follows `--` are no flags.
                 .args(std::env::args_os().skip(1).take(1))
                 .arg(format!("--as-process={index}/{of}"))
                 .args(std::env::args_os().skip(2))
-                .stdin(Stdio::piped())
+                .stdin(from)
                 .stdout(Stdio::null())
                 .spawn();
-            let mut child = child.map_err(|e| failed(&e))?;
-            let told = match child.stdin.take() {
-                Some(mut to) => writeln!(to, "{words}"),
-                None => Ok(()),
-            };
             children.lock().push(Started {
                 index,
-                child,
+                child: child.map_err(|e| failed(&e))?,
                 ended: None,
                 is_told: false,
                 is_put_down: false,
             });
-            // One that has ended already is found by those who look.
-            if let Err(e) = told
-                && e.kind() != std::io::ErrorKind::BrokenPipe
-            {
-                return Err(failed(&e));
-            }
         }
         Ok(children)
     }
