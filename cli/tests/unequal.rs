@@ -84,6 +84,9 @@ fn slips_in_unequal_clusters_are_named() {
     compile("dgx-h100:two,dgx-a100-40gb", &[])
         .expect(3)
         .says(&["`dgx-h100:two` has no number behind `:`"]);
+    compile("dgx-h100:2,", &[])
+        .expect(3)
+        .says(&["a comma has no group of hosts on one side"]);
     compile("dgx-h100,dgx-a100-44gb", &[])
         .expect(3)
         .says(&["there is no cluster `dgx-a100-44gb`"]);

@@ -81,6 +81,10 @@ pub fn find(name: &str) -> Result<Option<Cluster>, PresetError> {
     if name.contains([',', ':']) {
         let groups = name.split(',').map(|group| {
             let found = match group.split_once(':') {
+                _ if group.is_empty() => {
+                    let problem = "a comma has no group of hosts on one side; leave it out";
+                    return Err(malformed(problem.into()));
+                }
                 None => find(group)?.ok_or_else(|| PresetError::Unknown { name: group.into() })?,
                 Some((preset, n)) => {
                     let n = n
