@@ -361,9 +361,25 @@ impl Frontier {
         }];
         for (number_of, stage) in stages.iter().enumerate() {
             let before = steps.last().map_or(&nothing[..], |s| s);
-            let mut new: Vec<Step> = Vec::with_capacity(before.len() * stage.entries.len());
             let alike = number_of.checked_sub(1).filter(|_| stage.is_alike);
             let all: Vec<Lasting> = stage.entries.iter().map(|e| of.lasting(stage, e)).collect();
+            let with = |before_it: u32, entry: u32| {
+                let part = &before[before_it as usize];
+                let (e, own) = (&stage.entries[entry as usize], &all[entry as usize]);
+                let time_s = part.time_s + e.time_s() + stage.transfer_s;
+                let step_s = part.step_s + e.step_s;
+                Step {
+                    time_s,
+                    step_s,
+                    weight_s: microbatches * time_s + step_s,
+                    bytes: part.bytes.iter().zip(own).map(|(a, b)| a + b).collect(),
+                    transient: part.transient.max(e.transient_bytes),
+                    before: before_it,
+                    entry,
+                }
+            };
+            // Most of them are beaten: until that is known, their weights and numbers are enough.
+            let mut new: Vec<(f64, u32, u32)> = Vec::new();
             for (number, part) in (0..).zip(before) {
                 let least = alike.map_or(0, |b| {
                     stages[b].entries[part.entry as usize].saved_bytes_per_microbatch
@@ -374,41 +390,36 @@ impl Frontier {
                         continue;
                     }
                     let transient = part.transient.max(e.transient_bytes);
-                    let own = part.bytes.iter().zip(lasting);
                     let Some(left) = capacity.checked_sub(transient) else {
                         continue;
                     };
-                    let fits = |(a, b): (&u64, &u64)| a.checked_add(*b).is_some_and(|n| n <= left);
-                    if !own.clone().all(fits) {
+                    let mut own = part.bytes.iter().zip(lasting);
+                    if !own.all(|(a, b)| a.checked_add(*b).is_some_and(|n| n <= left)) {
                         continue;
                     }
-                    let time_s = part.time_s + e.time_s() + stage.transfer_s;
-                    let step_s = part.step_s + e.step_s;
-                    let step = Step {
-                        time_s,
-                        step_s,
-                        weight_s: microbatches * time_s + step_s,
-                        bytes: own.map(|(a, b)| a + b).collect(),
-                        transient,
-                        before: number,
-                        entry,
-                    };
+                    let step = with(number, entry);
                     let hope = hope.as_ref();
                     if hope.is_none_or(|hope| hope.is_left(number_of + 1, &step)) {
-                        new.push(step);
+                        new.push((step.weight_s, number, entry));
                     }
                 }
             }
             // Of equal ones the earlier stages' cheaper ways first, then the earlier entry.
-            let by_size = |a: &Step, b: &Step| {
-                let size = a.bytes.cmp(&b.bytes).then(a.transient.cmp(&b.transient));
-                size.then((a.before, a.entry).cmp(&(b.before, b.entry)))
+            new.sort_unstable_by(|a, b| {
+                let by_weight = a.0.total_cmp(&b.0);
+                by_weight.then_with(|| {
+                    let (a, b) = (with(a.1, a.2), with(b.1, b.2));
+                    let size = a.bytes.cmp(&b.bytes).then(a.transient.cmp(&b.transient));
+                    size.then((a.before, a.entry).cmp(&(b.before, b.entry)))
+                })
+            });
+            let new = new
+                .into_iter()
+                .map(|(_, before, entry)| with(before, entry));
+            let new = match is_few {
+                true => new.collect(),
+                false => unbeaten(new),
             };
-            let by_weight = |a: &Step, b: &Step| a.weight_s.total_cmp(&b.weight_s);
-            new.sort_unstable_by(|a, b| by_weight(a, b).then_with(|| by_size(a, b)));
-            if !is_few {
-                keep_unbeaten(&mut new);
-            }
             steps.push(new);
         }
         Frontier { steps }
@@ -539,21 +550,20 @@ fn mean(bytes: &[u64]) -> f64 {
     sum / bytes.len().max(1) as f64
 }
 
-/// Drops what something before it is no larger than: nothing is beaten by what costs more.
-fn keep_unbeaten(steps: &mut Vec<Step>) {
-    // Those that are kept come first, and of these the numbers of those that nothing is within.
-    let mut n_kept = 0;
+/// Those that nothing before them is within: nothing is beaten by what costs more.
+fn unbeaten(steps: impl Iterator<Item = Step>) -> Vec<Step> {
+    // And of these the numbers of those that nothing is within.
+    let mut kept: Vec<Step> = Vec::new();
     let mut smallest: Vec<usize> = Vec::new();
-    for i in 0..steps.len() {
-        if smallest.iter().any(|&s| steps[s].is_within(&steps[i])) {
+    for step in steps {
+        if smallest.iter().any(|&s| kept[s].is_within(&step)) {
             continue;
         }
-        smallest.retain(|&s| !steps[i].is_within(&steps[s]));
-        smallest.push(n_kept);
-        steps.swap(n_kept, i);
-        n_kept += 1;
+        smallest.retain(|&s| !step.is_within(&kept[s]));
+        smallest.push(kept.len());
+        kept.push(step);
     }
-    steps.truncate(n_kept);
+    kept
 }
 
 /// One part of each mesh: those that cost least together, whatever the largest t below the
