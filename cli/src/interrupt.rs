@@ -200,13 +200,14 @@ impl Interrupts {
             }
             (_, Some(since)) if now - since >= SAME => self.end_at_once(),
             (Phase::IsLooked | Phase::Ends(_), None) => {
-                self.0.is_asked.store(true, Ordering::Relaxed);
                 if let Phase::Ends(doing) = phase
                     && !is_warning
                 {
-                    // The next interrupt is heard soon, whoever listens to this.
+                    // Before the run may end and this process with it, but the next interrupt is
+                    // heard soon, whoever listens to this.
                     say_last(ending(doing));
                 }
+                self.0.is_asked.store(true, Ordering::Relaxed);
             }
             (Phase::IsOthers, None) => {
                 self.0.is_asked.store(true, Ordering::Relaxed);

@@ -4,6 +4,7 @@
 use crate::failure::{Exit, Failure};
 use runtime::files::{Unfinished, parent, sweep};
 use std::io::Write;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 /// The files that are read in the folder of a model or a checkpoint, by the ends of their names.
@@ -158,6 +159,19 @@ fn check_name(path: &Path) -> Result<(), Failure> {
 
 /// Says whether a path leads to something that is written to and cannot be replaced: a device, a
 /// pipe, a socket.
+/// Refuses a pipe as the place of a document that is written at the end of long work: whoever reads
+/// it may be gone by then, and the document with it, or may never come.
+pub fn check_no_pipe(output: &Path) -> Result<(), Failure> {
+    if std::fs::metadata(output).is_ok_and(|m| m.file_type().is_fifo()) {
+        let what = format!(
+            "{}: is a pipe, expected the name of a file to write",
+            output.display()
+        );
+        return Err(Failure::new(Exit::Usage, what).help("name another file to write"));
+    }
+    Ok(())
+}
+
 fn is_special(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|m| !m.is_file() && !m.is_dir())
 }

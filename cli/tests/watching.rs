@@ -146,6 +146,46 @@ fn metrics_that_cannot_be_written_end_no_run() {
     }
 }
 
+/// Nor does a pipe hold a run up: one that nobody reads is refused, and so is one for what is
+/// written at the end alone; a reader that stands still loses rows.
+#[test]
+fn pipes_hold_no_run_up() {
+    let place = Place::with_plan();
+    let pipe = place.path("rows.csv");
+    let made = Command::new("mkfifo").arg(&pipe).status();
+    assert!(made.unwrap().success());
+    run(&place, &["--steps", "3", "--metrics", "rows.csv"])
+        .expect(3)
+        .says(&["rows.csv: it is a pipe from which nobody reads"]);
+    run(&place, &["--steps", "3", "-o", "rows.csv"])
+        .expect(2)
+        .says(&["rows.csv: is a pipe, expected the name of a file"]);
+    // Open for both, and so for somebody who does not read.
+    let mut reader = std::fs::File::options();
+    let mut reader = reader.read(true).write(true).open(&pipe).unwrap();
+    let begun = std::time::Instant::now();
+    let more = [
+        "--steps",
+        "2000",
+        "--log-every",
+        "0",
+        "--metrics",
+        "rows.csv",
+    ];
+    run(&place, &more).expect(0).says(&[
+        "metrics cannot be written to rows.csv, the run goes on: whoever reads it stands still",
+        "rows.csv lacks the metrics of the last steps",
+    ]);
+    assert!(begun.elapsed() < std::time::Duration::from_secs(60));
+    // What it took is there from the first row on.
+    let mut first = [0; 4096];
+    let n = std::io::Read::read(&mut reader, &mut first).unwrap();
+    let text = String::from_utf8_lossy(&first[..n]);
+    let mut rows = text.lines();
+    assert!(rows.next().unwrap().starts_with("step,"), "{text}");
+    assert!(rows.next().unwrap().starts_with("0,"), "{text}");
+}
+
 #[test]
 fn prometheus_reads_the_newest_step_on_this_host() {
     let place = Place::with_plan();
@@ -175,8 +215,12 @@ fn prometheus_reads_the_newest_step_on_this_host() {
         stream.read_to_string(&mut answer).unwrap();
         answer
     };
-    // One who says nothing holds nobody up for long.
-    let _idle = TcpStream::connect(("127.0.0.1", port)).unwrap();
+    // Those who say nothing hold nobody up.
+    let idle = || TcpStream::connect(("127.0.0.1", port)).unwrap();
+    let _idle: Vec<TcpStream> = (0..30).map(|_| idle()).collect();
+    let begun = std::time::Instant::now();
+    ask("GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n");
+    assert!(begun.elapsed() < std::time::Duration::from_secs(15));
     let page = loop {
         let page = ask("GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n");
         if page.contains("\nmeshwright_loss ") {

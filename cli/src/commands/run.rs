@@ -896,6 +896,7 @@ fn check_outputs(
     if let Some(file) = written.iter().find(|file| file.exists() && !may_replace) {
         return Err(outputs::kept(file));
     }
+    outputs::check_no_pipe(&args.output)?;
     written.push(&args.output);
     watch::check(args, &read, &written)?;
     // The records that nobody asked for end no run.

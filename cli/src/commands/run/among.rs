@@ -12,7 +12,7 @@ use crate::interrupt::{BEFORE_IT_WENT_ON, Interrupts};
 use crate::plan_file::Loaded;
 use runtime::files::open_regular;
 use runtime::processes::{Fingerprint, Host, JoinError, Place, Processes, Token, Way, join};
-use std::io::{BufRead, Read, Seek, SeekFrom};
+use std::io::{BufRead, ErrorKind, Read, Seek, SeekFrom};
 use std::net::{Ipv4Addr, SocketAddr, ToSocketAddrs};
 use std::path::Path;
 use std::sync::Arc;
@@ -301,6 +301,11 @@ pub fn gather(
                 return Ok(Some(alone(join(place, &fingerprint, patience, way)?)));
             }
             interrupts.begin_to_look();
+            if args.token_file.is_some() || args.rendezvous.is_some() || args.bind.is_some() {
+                crate::say(format_args!(
+                    "note: all processes are on this host, where they find each other by a secret of their own: --token-file, --rendezvous and --bind are not used"
+                ));
+            }
             let host = open(loopback())?;
             let appointment = Appointment::new(host.address(), host.token());
             let _posted = rendezvous::post(&launched.key, &appointment)?;
@@ -449,6 +454,9 @@ impl From<JoinError> for Failure {
     fn from(e: JoinError) -> Self {
         use JoinError::*;
         let help = match &e {
+            Listen { source, .. } if source.kind() == ErrorKind::AddrNotAvailable => {
+                "give --bind an address of the host of process 0; `ip address` lists them"
+            }
             Listen { .. } => "choose another port, or end what listens there",
             Unreachable { .. } | Missing { .. } => {
                 "see the messages of the processes that are missing; slow hosts have longer with --time-out SECONDS"

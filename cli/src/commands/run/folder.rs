@@ -98,7 +98,9 @@ fn take(folder: &Path, interrupts: &Interrupts, longest: Duration) -> Result<boo
         }
     }
     let words = held_by(std::process::id(), &record::host());
-    std::fs::write(&path, words).map_err(failed)?;
+    // Whoever undoes what was made waits for this, and finds no file that it does not know.
+    let written = interrupts.making(|_| std::fs::write(&path, words));
+    written.map_err(failed)?;
     Ok(true)
 }
 
@@ -136,7 +138,7 @@ impl Unasked {
             for folder in all {
                 if take(&folder, interrupts, TO_BE_LOOKED_AT)? {
                     record::make_way(&folder)?;
-                    record::can_begin(&folder)?;
+                    interrupts.making(|_| record::can_begin(&folder))?;
                     return Ok::<_, Failure>(folder);
                 }
             }

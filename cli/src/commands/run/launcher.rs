@@ -229,6 +229,7 @@ fn tasks_of_node(env: &dyn Fn(&str) -> Option<String>) -> Option<usize> {
 fn address(env: &dyn Fn(&str) -> Option<String>) -> Option<String> {
     let host = env("MASTER_ADDR").filter(|h| !h.is_empty())?;
     let port: u16 = env("MASTER_PORT")?.trim().parse().ok()?;
+    let port = Some(port).filter(|port| *port > 0)?;
     let is_taken = env("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|v| v == "True");
     let port = port.checked_add(u16::from(is_taken))?;
     let host = match host.contains(':') && !host.starts_with('[') {

@@ -5,7 +5,8 @@ use super::among::Setting;
 use crate::args::RunArgs;
 use crate::failure::{Exit, Failure};
 use crate::interrupt::{Interrupts, Made, is_at};
-use std::fs::{File, OpenOptions, TryLockError};
+use runtime::files::open_regular;
+use std::fs::{File, TryLockError};
 use std::io::{self, ErrorKind};
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -120,16 +121,16 @@ pub fn tried(path: &Path, made: &mut Vec<Made>) -> io::Result<Tried> {
     };
     // One that is open for writing would keep its file system from becoming read-only. File systems of
     // servers may want it all the same.
-    let open = |options: &mut OpenOptions| match options.open(path) {
+    let found = |opened: io::Result<File>| match opened {
         Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
-        found => found.map(Some),
+        opened => opened.map(Some),
     };
-    let Some(mut file) = open(File::options().read(true))? else {
+    let Some(mut file) = found(open_regular(path))? else {
         return Ok(Tried::Taken);
     };
     let mut locked = file.try_lock();
     if let Err(TryLockError::Error(_)) = locked
-        && let Ok(Some(other)) = open(File::options().append(true))
+        && let Ok(Some(other)) = found(File::options().append(true).open(path))
     {
         locked = other.try_lock();
         file = other;

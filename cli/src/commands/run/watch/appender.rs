@@ -1,12 +1,18 @@
 //! A file that grows while others read it. What is appended is there whole or not at all, also
 //! where the disk fails in between.
 
+use rustix::fs::OFlags;
 use std::fs::File;
-use std::io::{self, Write};
+use std::io::{self, ErrorKind, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 /// Most bytes that wait for a disk that fails: some thousand steps.
 const LONGEST_WAIT: usize = 1 << 20;
+/// Longest that the reader of a pipe is waited for at the end, and how often it is looked at.
+const TO_READ: Duration = Duration::from_secs(2);
+const LOOK: Duration = Duration::from_millis(10);
 
 /// The file.
 pub struct Appender {
@@ -21,12 +27,25 @@ pub struct Appender {
 
 impl Appender {
     /// A file to append to, of which the first `len` bytes stay. Pipes and devices, which have no
-    /// length, are written to as they are.
+    /// length, are written to as they are, and never waited for: a reader that stands still would
+    /// hold the run up.
+    ///
+    /// Fails for a pipe that nobody has open for reading.
     pub fn open(path: &Path, len: u64) -> io::Result<Self> {
         let mut options = File::options();
         let is_special = std::fs::metadata(path).is_ok_and(|m| !m.is_file());
         let file = match is_special {
-            true => options.write(true).open(path)?,
+            true => {
+                let at_once = OFlags::NONBLOCK.bits().cast_signed();
+                let opened = options.write(true).custom_flags(at_once).open(path);
+                let is_unread = |e: &io::Error| {
+                    e.raw_os_error() == Some(rustix::io::Errno::NXIO.raw_os_error())
+                };
+                opened.map_err(|e| match is_unread(&e) {
+                    true => io::Error::other("it is a pipe from which nobody reads"),
+                    false => e,
+                })?
+            }
             false => options.append(true).create(true).open(path)?,
         };
         if !is_special {
@@ -57,7 +76,11 @@ impl Appender {
             return;
         }
         let shown = self.path.display();
-        match self.file.write_all(&self.waiting) {
+        let written = match self.len {
+            Some(_) => self.file.write_all(&self.waiting),
+            None => write_some(&mut self.file, &mut self.waiting),
+        };
+        match written {
             Ok(()) => {
                 let written = self.waiting.len() as u64;
                 self.len = self.len.map(|len| len + written);
@@ -88,7 +111,13 @@ impl Appender {
 
     /// Tries once more, and writes all through to the disk.
     pub fn finish(&mut self) {
+        let until = Instant::now() + TO_READ;
         self.try_all();
+        // A reader may be slower than the run.
+        while self.len.is_none() && self.is_failing && Instant::now() < until {
+            std::thread::sleep(LOOK);
+            self.try_all();
+        }
         let shown = self.path.display();
         if self.is_failing {
             crate::say(format_args!(
@@ -100,4 +129,20 @@ impl Appender {
             crate::say(format_args!("warning: {shown} may not be on the disk: {e}"));
         }
     }
+}
+
+/// Writes to a pipe what it takes now; what it has taken waits no longer.
+fn write_some(pipe: &mut File, waiting: &mut Vec<u8>) -> io::Result<()> {
+    while !waiting.is_empty() {
+        match pipe.write(waiting) {
+            Ok(0) => return Err(ErrorKind::WriteZero.into()),
+            Ok(n) => drop(waiting.drain(..n)),
+            Err(e) if e.kind() == ErrorKind::Interrupted => {}
+            Err(e) if e.kind() == ErrorKind::WouldBlock => {
+                return Err(io::Error::other("whoever reads it stands still"));
+            }
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(())
 }

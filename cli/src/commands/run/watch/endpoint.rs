@@ -4,11 +4,14 @@ use super::{Described, Row};
 use crate::failure::{Exit, Failure};
 use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Longest that one who asks is waited for: the others wait meanwhile.
+/// Longest that one who asks is waited for.
 const PATIENCE: Duration = Duration::from_secs(1);
+/// The most who are answered at one time.
+const MOST: usize = 64;
 /// Longest request.
 const LONGEST: usize = 1 << 13;
 
@@ -32,12 +35,22 @@ impl Endpoint {
         let at = listener.local_addr().map_err(failed)?;
         crate::say(format_args!("metrics are at http://{at}/metrics"));
         let newest: Arc<Mutex<Newest>> = Arc::default();
-        let (shared, head) = (Arc::clone(&newest), head(run));
+        let (shared, head) = (Arc::clone(&newest), Arc::new(head(run)));
+        let at_once = Arc::new(AtomicUsize::new(0));
         std::thread::spawn(move || {
             for stream in listener.incoming().flatten() {
-                let page = || head.clone() + &page(&lock(&shared));
+                let (shared, head) = (Arc::clone(&shared), Arc::clone(&head));
+                // Who is one too many is not answered, and may ask again.
+                let one = One::of(&at_once);
+                if one.0.load(Ordering::Relaxed) > MOST {
+                    continue;
+                }
                 // One who asks badly, or leaves, is nobody's loss.
-                let _ = answer(stream, page);
+                let _ = std::thread::Builder::new().spawn(move || {
+                    let _one = one;
+                    let page = || (*head).clone() + &page(&lock(&shared));
+                    let _ = answer(stream, page);
+                });
             }
         });
         Ok(Endpoint(newest))
@@ -51,6 +64,22 @@ impl Endpoint {
     /// Takes a validation loss.
     pub fn validation(&self, loss: f64) {
         lock(&self.0).validation = Some(loss);
+    }
+}
+
+/// One of those who are answered now, counted.
+struct One(Arc<AtomicUsize>);
+
+impl One {
+    fn of(all: &Arc<AtomicUsize>) -> Self {
+        all.fetch_add(1, Ordering::Relaxed);
+        One(Arc::clone(all))
+    }
+}
+
+impl Drop for One {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
