@@ -41,6 +41,7 @@ fn dims(extents: [usize; 6], q_offset: usize, valid_k: usize) -> AttentionDims {
         k_offset: 0,
         valid_k,
         window: None,
+        blocks: None,
     }
 }
 

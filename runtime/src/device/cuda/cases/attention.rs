@@ -36,6 +36,7 @@ struct Form {
 
 const UNBOUNDED: Bounds = Bounds {
     window: None,
+    blocks: None,
     cap: None,
     alibi: false,
 };
@@ -238,7 +239,12 @@ fn bounded(t: DType) -> Vec<(Sizes, Form)> {
         others,
     };
     let form = |window, cap, alibi, lse_gradient| Form {
-        bounds: Bounds { window, cap, alibi },
+        bounds: Bounds {
+            window,
+            cap,
+            alibi,
+            ..UNBOUNDED
+        },
         lse_gradient,
         ..PLAIN
     };
@@ -368,7 +374,12 @@ fn real(
 pub(super) fn timed(samples: u64, tokens: u64) -> Vec<(String, Case, f64)> {
     let (half, long) = (samples.div_ceil(2), 4 * tokens);
     let window = Some(tokens);
-    let bounds = |window, cap, alibi| Bounds { window, cap, alibi };
+    let bounds = |window, cap, alibi| Bounds {
+        window,
+        cap,
+        alibi,
+        ..UNBOUNDED
+    };
     [
         ([samples, tokens, 12, 1, 64, 64], UNBOUNDED),
         ([8 * samples, tokens, 12, 1, 64, 64], UNBOUNDED),
