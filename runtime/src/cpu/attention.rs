@@ -375,7 +375,7 @@ impl Block {
     ) {
         match &self.columns_of(seen)[..] {
             [] => {
-                rows.map(|row| row.fill(0.0));
+                rows.into_iter().for_each(|row| row.fill(0.0));
             }
             [one] => f(rows.map(|row| {
                 row[..one.start].fill(0.0);

@@ -2,7 +2,7 @@
 
 use super::{Case, whole};
 use crate::execute::Local;
-use ir::op::{Bounds, Keys, SequenceOrder};
+use ir::op::{Blocks, Bounds, Keys, SequenceOrder};
 use ir::{DType, LocalRange, OpKind};
 
 /// The subject of a case.
@@ -212,7 +212,7 @@ pub(super) fn small(t: DType) -> Vec<Case> {
     cases.into_iter().flat_map(both).collect()
 }
 
-/// Windows, caps, slopes, values of another width, and gradients of the log-sum-exp. Of these each
+/// Windows, blocks, caps, slopes, values of another width, and gradients of the log-sum-exp. Of these each
 /// type has a few together, as every set of them is compiled by itself.
 fn bounded(t: DType) -> Vec<(Sizes, Form)> {
     let short = |(dim, value), others| Sizes {
@@ -249,6 +249,20 @@ fn bounded(t: DType) -> Vec<(Sizes, Form)> {
         ..PLAIN
     };
     let is_latent = |of: Form| Form { scale: 0.2, ..of };
+    let in_blocks = |size, local, aligned, of: Form| {
+        let blocks = Blocks {
+            size,
+            local,
+            aligned,
+            first: 1,
+            last: u64::from(aligned),
+        };
+        let bounds = Bounds {
+            blocks: Some(blocks),
+            ..of.bounds
+        };
+        Form { bounds, ..of }
+    };
     match t {
         // By warps: also where sequences lie in another order, and of parts of a ring.
         DType::F32 => {
@@ -283,6 +297,14 @@ fn bounded(t: DType) -> Vec<(Sizes, Form)> {
                 (full(short(wide, 4)), zigzag(falling)),
                 (short(latent, 0), sunk),
                 (short((10, 14), 0), sunk),
+                (short(wide, 0), in_blocks(8, 3, false, PLAIN)),
+                (long(wide, 0), in_blocks(64, 2, false, PLAIN)),
+                (long(wide, 0), in_blocks(16, 5, true, capped)),
+                (full(short(wide, 0)), zigzag(in_blocks(6, 2, true, PLAIN))),
+                (
+                    shard(short(wide, 0)),
+                    ring(1, zigzag(in_blocks(3, 4, false, PLAIN))),
+                ),
                 (shard(short(latent, 0)), ring(0, sunk)),
                 (shard(short(latent, 0)), ring(1, zigzag(sunk))),
             ]
@@ -303,6 +325,7 @@ fn bounded(t: DType) -> Vec<(Sizes, Form)> {
                 (long((192, 128), 0), sunk),
                 // By warps.
                 (short((14, 10), 0), is_latent(sunk)),
+                (long((64, 64), 0), in_blocks(32, 3, true, PLAIN)),
             ]
         }
         _ => {
