@@ -16,6 +16,7 @@
 //! A row is a block of queries, a column one of keys. The causal mask holds within blocks too.
 
 use serde::{Deserialize, Serialize};
+use std::fmt;
 use std::ops::Range;
 
 /// The blocks of keys that queries see; those behind a query are never among them.
@@ -40,6 +41,26 @@ pub struct Blocks {
 
 fn is_zero(n: &u64) -> bool {
     *n == 0
+}
+
+impl fmt::Display for Blocks {
+    /// In words, such as `blocks of 64 tokens: the last 8, and the first 1`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Blocks {
+            size, local, last, ..
+        } = self;
+        write!(f, "blocks of {}: ", crate::counted(*size, "token"))?;
+        match self.aligned {
+            true => write!(f, "those of its own stretch of {local}")?,
+            false => write!(f, "the last {local}")?,
+        }
+        let first = (self.first > 0).then(|| format!("the first {}", self.first));
+        let last = (*last > 0).then(|| format!("the last {last} of each {local} before"));
+        for more in [first, last].into_iter().flatten() {
+            write!(f, ", and {more}")?;
+        }
+        Ok(())
+    }
 }
 
 impl Blocks {
@@ -188,6 +209,29 @@ mod tests {
                 assert_eq!(b.globals_before(to), of(0..to).len() as u64, "{b:?} {to}");
             }
         }
+    }
+
+    #[test]
+    fn patterns_have_words() {
+        let of = |local, aligned, first, last| {
+            let b = Blocks {
+                size: 64,
+                local,
+                aligned,
+                first,
+                last,
+            };
+            b.to_string()
+        };
+        assert_eq!(of(8, false, 0, 0), "blocks of 64 tokens: the last 8");
+        assert_eq!(
+            of(8, false, 1, 0),
+            "blocks of 64 tokens: the last 8, and the first 1"
+        );
+        assert_eq!(
+            of(4, true, 0, 1),
+            "blocks of 64 tokens: those of its own stretch of 4, and the last 1 of each 4 before"
+        );
     }
 
     #[test]
