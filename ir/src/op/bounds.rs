@@ -66,7 +66,7 @@ impl Bounds {
             return runs;
         }
         let far = self.blocks.map(|b| b.globals(floor..near.min(end)));
-        for run in far.into_iter().flatten().chain([near..end]) {
+        for run in far.into_iter().flatten().chain(std::iter::once(near..end)) {
             match runs.last_mut() {
                 Some(last) if last.end == run.start => last.end = run.end.max(last.end),
                 _ if run.is_empty() => {}
@@ -109,8 +109,8 @@ impl Bounds {
         starts.map(of_rows).sum()
     }
 
-    /// What a kernel that computes so many rows of queries at once has to do, over what it has without
-    /// these bounds: for the last `queries` tokens of `keys`.
+    /// The share of a causal attention's scores that these bounds leave, where so many rows of queries
+    /// are computed at once: for the last `queries` tokens of `keys`.
     pub fn computed_share(&self, rows: u64, queries: u64, keys: u64) -> f64 {
         if self.window.is_none() && self.blocks.is_none() {
             return 1.0;

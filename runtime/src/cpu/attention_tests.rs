@@ -76,7 +76,7 @@ fn sees(dims: AttentionDims, query: usize, key: usize) -> bool {
         let (i, j) = (query as u64 / b.size, key as u64 / b.size);
         let near = match b.aligned {
             true => i / b.local == j / b.local,
-            false => i - j < b.local,
+            false => i < j + b.local,
         };
         near || j < b.first || j % b.local >= b.local - b.last
     });
