@@ -205,6 +205,41 @@ fn images_on_two() {
     on_two("images", (&forward, &train), &["data=2"], (&batches, 0.05));
 }
 
+/// Queries that see blocks of keys, by every way of context ranks.
+#[test]
+fn blocks_on_two() {
+    if !is_emulated("blocks_on_two") {
+        return;
+    }
+    let fixed = serde_json::json!({"mode": "fixed", "block": 2, "attention": "unidirectional",
+        "num_local_blocks": 2});
+    let case = Case::in_blocks("llama_untied_rope", fixed);
+    for pins in [
+        &["data=1", "tensor=2", "pipeline=1"][..],
+        &[
+            "context=2",
+            "context_attention=ulysses",
+            "data=1",
+            "pipeline=1",
+        ],
+        &[
+            "context=2",
+            "context_attention=ring",
+            "data=1",
+            "pipeline=1",
+        ],
+        &[
+            "context=2",
+            "context_attention=gather",
+            "context_order=zigzag",
+            "data=1",
+            "pipeline=1",
+        ],
+    ] {
+        check(&case, 2, pins, F32, (Meets::Host, BOTH));
+    }
+}
+
 /// Small models with experts of every kind: routers by softmax
 /// and by sigmoids with a bias, by groups, gates before the experts and after them, experts with
 /// biases and gates within bounds, tokens that are dropped, a shared expert.

@@ -14,8 +14,8 @@
 
 use ir::autodiff::differentiate;
 use ir::op::{
-    AxisUse, Binary, Einsum, ExpertGroups, Init, InputKind, OpStrategy, RopeScaling, Scores,
-    SequenceOrder, Unary,
+    AxisUse, Binary, Blocks, Einsum, ExpertGroups, Init, InputKind, OpStrategy, RopeScaling,
+    Scores, SequenceOrder, Unary,
 };
 use ir::{
     Axis, DType, DeviceMesh, Dim, Graph, LayerId, LogicalMesh, OpKind, Pass, Place, Rank,
@@ -230,6 +230,8 @@ fn table() -> Vec<Row> {
         row(attention(), "f32[B,3,2,5,4] f32[B,3,2,4] f32[B,3,2,4]", "f32[B,3,2,5,4] f32[B,3,2,5]", (4, 0), Attention(2.0 * 2.0 * 20.0 * 9.0 * 4.0), Of(&[0, 1, 2])),
         // A window of two tokens, and scores below a bound.
         row(bounded(attention()), "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4]", "f32[B,3,2,4] f32[B,3,2]", (3, 0), Attention(2.0 * 2.0 * 4.0 * 9.0 * 4.0), Of(&[0, 1, 2])),
+        // Blocks of one token, the last two and the first: those of a query that sees most are all.
+        row(in_blocks(attention()), "f32[B,3,2,4] f32[B,3,2,4] f32[B,3,2,4]", "f32[B,3,2,4] f32[B,3,2]", (3, 0), Attention(2.0 * 2.0 * 4.0 * 9.0 * 4.0), Of(&[0, 1, 2])),
         // Scores that fall with the distance.
         row(sloped(attention()), "f32[B,3,2,5,4] f32[B,3,2,4] f32[B,3,2,4]", "f32[B,3,2,5,4] f32[B,3,2,5]", (4, 0), Attention(2.0 * 2.0 * 20.0 * 9.0 * 4.0), Of(&[0, 1, 2])),
         // Values narrower than keys.
@@ -332,6 +334,20 @@ fn attention() -> OpKind {
 fn bounded(mut kind: OpKind) -> OpKind {
     if let OpKind::Attention { bounds, .. } = &mut kind {
         (bounds.window, bounds.cap) = (Some(2), Some(5.0));
+    }
+    kind
+}
+
+/// The same op whose queries see blocks.
+fn in_blocks(mut kind: OpKind) -> OpKind {
+    if let OpKind::Attention { bounds, .. } = &mut kind {
+        bounds.blocks = Some(Blocks {
+            size: 1,
+            local: 2,
+            aligned: false,
+            first: 1,
+            last: 0,
+        });
     }
     kind
 }

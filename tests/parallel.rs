@@ -8,6 +8,7 @@ use ir::plan::{Plan, ScheduleKind};
 use ir::program::{InstrKind, Program};
 use ir::training::training_graph;
 use runtime::execute::Session;
+use serde_json::json;
 use tests::{Case, cluster, distance, planned, relative};
 
 /// Steps of each comparison.
@@ -838,6 +839,64 @@ fn windows_are_those_of_the_single_device() {
             check(&case, n, &[pins], false);
         }
         check(&case, 4, &[], false);
+    }
+}
+
+/// Queries that see blocks of keys, under a window and a cap too: heads over ranks, and tokens over
+/// ranks in every way, by position and in zigzag order.
+#[test]
+fn blocks_are_those_of_the_single_device() {
+    let longformer = json!({"mode": "bslongformer", "block": 2, "attention": "unidirectional",
+        "num_sliding_window_blocks": 3});
+    let fixed = json!({"mode": "fixed", "block": 2, "attention": "unidirectional",
+        "num_local_blocks": 2});
+    let one_token = json!({"mode": "bigbird", "block": 1, "attention": "unidirectional",
+        "num_sliding_window_blocks": 5, "num_global_blocks": 2});
+    for (name, pattern) in [
+        ("gpt2_small_tied", longformer),
+        ("llama_untied_rope", fixed),
+        ("gemma2", one_token),
+    ] {
+        let case = Case::in_blocks(name, pattern);
+        let attends = case.forward.ops().iter().filter_map(|op| op.kind.bounds());
+        assert!(attends.map(|b| b.blocks).all(|b| b.is_some()), "{name}");
+        for (n, pins) in [
+            (2, "data=1 tensor=2 pipeline=1 zero=0 microbatch=4"),
+            (4, "data=2 tensor=1 pipeline=2 zero=1 microbatch=2"),
+            (
+                4,
+                "data=2 tensor=2 pipeline=1 zero=3 microbatch=4 recompute=full",
+            ),
+            (
+                4,
+                "data=1 context=4 context_attention=ring tensor=1 pipeline=1 microbatch=4",
+            ),
+            (
+                2,
+                "data=1 context=2 context_attention=ring context_order=zigzag tensor=1 pipeline=1 microbatch=4",
+            ),
+            (
+                2,
+                "data=1 context=2 context_attention=ulysses tensor=1 pipeline=1 microbatch=4",
+            ),
+            (
+                2,
+                "data=1 context=2 context_attention=gather context_order=zigzag tensor=1 pipeline=1 microbatch=4",
+            ),
+        ] {
+            check(&case, n, &[pins], false);
+        }
+        check(&case, 4, &[], false);
+        // And it is no other name for seeing all.
+        let loss = |case: &Case| {
+            let made = planned(&case.forward, &case.train, &cluster(1), &[]).expect("a plan");
+            let step = case
+                .session(&made.program)
+                .step(&case.batches[0], case.lr, false);
+            step.expect("a step").loss
+        };
+        let (some, all) = (loss(&case), loss(&Case::load(name)));
+        assert!(relative(some, all) > 1e-5, "{name}: {some} and {all}");
     }
 }
 

@@ -91,6 +91,39 @@ fn a_checkpoint_goes_to_pytorch_s_form_and_back() {
     );
 }
 
+/// Attention in blocks is said wherever other software would see all, and what it changes in the report
+/// of the plan.
+#[test]
+fn attention_in_blocks_is_said() {
+    let place = Place::new();
+    let mut config: serde_json::Value = serde_json::from_slice(&place.read("config.json")).unwrap();
+    config["sparse_attention"] = serde_json::json!({"mode": "bslongformer", "block": 4,
+        "attention": "unidirectional"});
+    place.write("config.json", config.to_string().as_bytes());
+    let compile = ["compile", "config.json", "--cluster", "cpu-default"];
+    let pins = ["--ranks", "2", "--global-batch", "2", "--pin", "data=2"];
+    let said = place.run(&[&compile[..], &pins].concat()).expect(0).out;
+    let line = "Attention: a query sees blocks of 4 tokens: the last 2, and the first 1;";
+    let flat = support::flat(&said);
+    assert!(flat.contains(line), "{said}");
+    assert!(flat.contains("so losses are other than with all"), "{said}");
+    support::assert_fits(&said);
+    let state = ["1", "--checkpoint", "state"];
+    place.run(&[&RUN[..], &state].concat()).expect(0);
+    let hf = ["checkpoint", "convert", "state", "--config", "config.json"];
+    let said = place.run(&[&hf[..], &["-o", "hf"]].concat()).expect(0).out;
+    let there = "transformers has no such attention: there it sees all tokens.";
+    assert!(support::flat(&said).contains(there), "{said}");
+    support::assert_fits(&said);
+    // What is there is none of DeepSpeed's patterns.
+    config["sparse_attention"]["mode"] = "strided".into();
+    place.write("config.json", config.to_string().as_bytes());
+    place
+        .run(&[&compile[..], &pins].concat())
+        .expect(3)
+        .says(&["sparse_attention.mode", "\"bslongformer\""]);
+}
+
 #[test]
 fn weights_go_to_pytorch_s_form_as_transformers_call_them_and_back() {
     let place = trained();

@@ -166,15 +166,22 @@ pub fn export(
         return Err(ExportError::Asynchronous(target));
     }
     let read = read(plan, training)?;
+    let forward = ir::text::parse(&plan.graph).map_err(ExportError::plan)?;
     if read.summary.degrees.is_none() {
         // A model that is not known there has no export whatever the plan: that is said first.
-        let forward = ir::text::parse(&plan.graph).map_err(ExportError::plan)?;
         if let Some(reason) = target.lacks(&forward, plan.train.sequence) {
             let reason = format!("it has {reason}");
             return Err(ExportError::Model { target, reason });
         }
     }
-    let written = target.write(&read)?;
+    let mut written = target.write(&read)?;
+    for blocks in model::seen_blocks(&forward) {
+        written.not_expressed.push(NotExpressed {
+            place: "attention".into(),
+            what: format!("a query sees {blocks}"),
+            instead: "nothing: the pattern is the model's own, which its code has to have".into(),
+        });
+    }
     let pins = read.summary.degrees.as_ref();
     let pins = pins.map(|d| written.choices.pins(&read.summary, d));
     Ok(Export {

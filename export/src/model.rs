@@ -1,6 +1,6 @@
 //! The shape of a language model, read off its forward graph.
 
-use ir::op::{Bounds, RopeScaling, Unary};
+use ir::op::{Blocks, Bounds, RopeScaling, Unary};
 use ir::{Graph, LayerId, Op, OpKind};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -155,8 +155,8 @@ impl ModelShape {
         let is_latent = first.iter().any(|op| matches!(op.kind, OpKind::Join));
         // Nor of state spaces, which stand in the place of attention in some blocks or all.
         let has_states = has_state_spaces(forward);
-        // Nor of windows, which some blocks have and others have not, of scores with a cap, and of those
-        // that fall with the distance.
+        // Nor of windows, which some blocks have and others have not, of blocks of keys, of scores with a
+        // cap, and of those that fall with the distance.
         let bounds = bounds(&blocks)?;
         if centred && norm.0 == Norm::Rms
             || is_latent
@@ -255,6 +255,18 @@ fn bounds_of(op: &Op) -> Option<Bounds> {
     }
 }
 
+/// The patterns of blocks that queries of the model's attentions see, each once.
+pub(crate) fn seen_blocks(forward: &Graph) -> Vec<Blocks> {
+    let mut all: Vec<Blocks> = Vec::new();
+    let patterns = forward.ops().iter().filter_map(bounds_of);
+    for blocks in patterns.filter_map(|b| b.blocks) {
+        if !all.contains(&blocks) {
+            all.push(blocks);
+        }
+    }
+    all
+}
+
 /// The reason why a model has no shape, in a sentence's words.
 pub(crate) fn why_unknown(forward: &Graph) -> &'static str {
     let has = |is: &dyn Fn(&OpKind) -> bool| forward.ops().iter().any(|op| is(&op.kind));
@@ -263,6 +275,8 @@ pub(crate) fn why_unknown(forward: &Graph) -> &'static str {
         "the model has state spaces (Mamba-2), whose flags are not written"
     } else if any(&|b| b.alibi) {
         "scores of the model's attention fall with the distance (ALiBi), for which there are no flags"
+    } else if any(&|b| b.blocks.is_some()) {
+        "queries of the model's attention see some blocks of keys alone, for which there are no flags"
     } else if any(&|b| b.cap.is_some()) {
         "scores of the model's attention are capped, for which there are no flags"
     } else if is_sunk(forward) {

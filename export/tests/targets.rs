@@ -410,6 +410,34 @@ fn half_precision_has_its_loss_scale() {
     assert!(places(&e).contains(&"precision"));
 }
 
+/// Flags of Megatron and torchtitan have no words for blocks; where the model's code is the user's, it
+/// has to have them.
+#[test]
+fn blocks_of_keys_are_never_left_out_silently() {
+    let planned = plan(&llama_in_blocks(), &train(), &["data=8", "tensor=1"]);
+    for target in [Target::MegatronCore, Target::TorchTitan] {
+        let e = export(&planned, target).expect_err("it has no blocks");
+        assert!(matches!(e, ExportError::Model { .. }), "{e}");
+    }
+    let e = export(&planned, Target::MegatronCore).expect_err("it has no blocks");
+    assert!(
+        e.to_string().contains("see some blocks of keys alone"),
+        "{e}"
+    );
+    for target in [Target::DeepSpeed, Target::Fsdp2, Target::Jax] {
+        let e = exported(&planned, target);
+        let said = e.not_expressed.iter().find(|n| n.place == "attention");
+        let what = said.map(|n| n.what.as_str());
+        assert_eq!(
+            what,
+            Some("a query sees blocks of 8 tokens: the last 2, and the first 1"),
+            "{target:?}"
+        );
+    }
+    // A model that sees all is not told so.
+    assert!(!places(&of("data", Target::DeepSpeed)).contains(&"attention"));
+}
+
 #[test]
 fn torchtitan_has_its_own_models() {
     let e = export(&planned("data"), Target::TorchTitan).expect_err("it has no GPT-2");

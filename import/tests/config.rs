@@ -722,6 +722,161 @@ fn decoders_that_are_not_supported_are_refused() {
     assert!(error.contains("they give 0.25 and 0.5"), "{error}");
 }
 
+/// The patterns of blocks of a graph's attentions, layer by layer.
+fn patterns(model: &ModelConfig, sequence: u64) -> Vec<Option<ir::op::Blocks>> {
+    let options = import::BuildOptions {
+        sequence,
+        dropout: 0.0,
+    };
+    let graph = import::model_graph(model, &options).unwrap();
+    let bounds = graph.ops().iter().filter_map(|op| op.kind.bounds());
+    bounds.map(|b| b.blocks).collect()
+}
+
+#[test]
+fn blocks_are_read_in_the_words_of_deepspeed() {
+    let of = |pattern: Value| {
+        let model = parse(llama(), json!({"sparse_attention": pattern})).unwrap();
+        let all = patterns(&model, 16);
+        assert!(all.len() == 2 && all[0] == all[1], "{all:?}");
+        all[0].map(|b| (b.size, b.local, b.aligned, b.first, b.last))
+    };
+    let one_way = |mut pattern: Value| {
+        pattern["attention"] = json!("unidirectional");
+        of(pattern)
+    };
+    assert_eq!(
+        one_way(json!({"mode": "fixed", "block": 2, "num_local_blocks": 4,
+            "num_global_blocks": 2, "different_layout_per_head": true})),
+        Some((2, 4, true, 0, 2))
+    );
+    assert_eq!(
+        one_way(json!({"mode": "bigbird", "block": 2, "num_random_blocks": 0})),
+        Some((2, 2, false, 1, 0))
+    );
+    assert_eq!(
+        one_way(
+            json!({"mode": "bigbird", "block": 1, "num_sliding_window_blocks": 6,
+            "num_global_blocks": 0})
+        ),
+        Some((1, 4, false, 0, 0))
+    );
+    assert_eq!(
+        one_way(json!({"mode": "bslongformer", "block": 2, "global_block_indices": [0, 1]})),
+        Some((2, 2, false, 2, 0))
+    );
+    assert_eq!(
+        one_way(json!({"mode": "bslongformer", "block": 2, "global_block_indices": []})),
+        Some((2, 2, false, 0, 0))
+    );
+    assert_eq!(
+        one_way(
+            json!({"mode": "variable", "block": 2, "local_window_blocks": [3],
+            "global_block_indices": [0, 1], "global_block_end_indices": [1, 3]})
+        ),
+        Some((2, 3, true, 3, 0))
+    );
+    // All of it is seen.
+    assert_eq!(of(json!({"mode": "dense"})), None);
+    assert_eq!(of(Value::Null), None);
+    // Four blocks of 16 tokens, by default.
+    assert_eq!(one_way(json!({"mode": "fixed"})), None);
+    // Every family of decoders has it.
+    for base in [gpt_neox(), bloom(), nemotron(), relative("mistral")] {
+        let pattern = json!({"mode": "fixed", "block": 2, "attention": "unidirectional"});
+        let model = parse(base, json!({"sparse_attention": pattern})).unwrap();
+        assert!(patterns(&model, 16).iter().all(Option::is_some));
+        assert_eq!(model.sparse().map(|b| b.local), Some(4));
+    }
+}
+
+#[test]
+fn patterns_that_are_not_there_are_refused() {
+    for (changes, expected) in [
+        (
+            json!({"mode": "-"}),
+            "field `sparse_attention.mode` is missing; expected \"bigbird\", \"bslongformer\", \"dense\", \
+             \"fixed\" or \"variable\"",
+        ),
+        (
+            json!({"mode": "strided"}),
+            "field `sparse_attention.mode` is \"strided\"; accepted: \"bigbird\", \"bslongformer\", \"dense\", \
+             \"fixed\" or \"variable\"",
+        ),
+        (
+            json!({"attention": "bidirectional"}),
+            "field `sparse_attention.attention` is \"bidirectional\"; accepted: \"unidirectional\", as queries \
+             see no later keys here (DeepSpeed's default is \"bidirectional\")",
+        ),
+        (
+            json!({"attention": "-"}),
+            "field `sparse_attention.attention` is missing; expected \"unidirectional\", as queries \
+             see no later keys here (DeepSpeed's default is \"bidirectional\")",
+        ),
+        (
+            json!({"num_different_global_patterns": 4}),
+            "field `sparse_attention.num_different_global_patterns` is 4; accepted: 1 (all heads have one pattern)",
+        ),
+        (
+            json!({"num_local_blocks": 4, "num_global_blocks": 3}),
+            "fields `sparse_attention.num_local_blocks` and `sparse_attention.num_global_blocks` contradict \
+             each other: 4 is not a multiple of 3",
+        ),
+        (
+            json!({"horizontal_global_attention": true}),
+            "field `sparse_attention.horizontal_global_attention` is true; accepted: false (queries see no \
+             later keys)",
+        ),
+        (
+            json!({"block": 0}),
+            "field `sparse_attention.block` is 0; expected a whole number from 1 to 134217728",
+        ),
+        (
+            json!({"mode": "bigbird", "num_random_blocks": 3}),
+            "field `sparse_attention.num_random_blocks` is 3; accepted: 0 (random blocks are drawn when a run \
+             of DeepSpeed begins, and no file says which)",
+        ),
+        (
+            json!({"mode": "bslongformer", "global_block_indices": [0, 2]}),
+            "field `sparse_attention.global_block_indices` has other blocks than the first ones; accepted: a \
+             list such as [0, 1], in order and without gaps, as blocks that all see begin the sequence",
+        ),
+        (
+            json!({"mode": "bslongformer", "global_block_end_indices": [1, 2]}),
+            "fields `sparse_attention.global_block_indices` and `sparse_attention.global_block_end_indices` \
+             contradict each other: 1 and 2 numbers",
+        ),
+        (
+            json!({"mode": "variable", "local_window_blocks": [2, 4]}),
+            "field `sparse_attention.local_window_blocks` has 2 numbers; accepted: one, as all windows of \
+             blocks are as long",
+        ),
+    ] {
+        let mut pattern = json!({"mode": "fixed", "block": 2, "attention": "unidirectional"});
+        for (name, value) in changes.as_object().unwrap() {
+            match value.as_str() {
+                Some("-") => drop(pattern.as_object_mut().unwrap().remove(name)),
+                _ => pattern[name] = value.clone(),
+            }
+        }
+        rejects(llama(), json!({"sparse_attention": pattern}), expected);
+    }
+    let unknown = json!({"mode": "bigbird", "attention": "unidirectional", "num_local_blocks": 2});
+    let error = parse(llama(), json!({"sparse_attention": unknown})).unwrap_err();
+    assert!(
+        error.contains("sparse_attention.num_local_blocks"),
+        "{error}"
+    );
+    for name in ["big_bird", "longformer"] {
+        let error = parse(llama(), json!({"model_type": name})).unwrap_err();
+        assert!(error.contains("whose tokens see later ones too"), "{error}");
+        assert!(error.contains("`sparse_attention`"), "{error}");
+    }
+    // A state space has no attention.
+    let mamba = ModelConfig::load(&reference("mamba2")).unwrap();
+    assert_eq!(mamba.sparse(), None);
+}
+
 /// The windows of a graph's attentions, layer by layer.
 fn windows(model: &ModelConfig, sequence: u64) -> Vec<Option<u64>> {
     let options = import::BuildOptions {

@@ -382,6 +382,45 @@ fn two_layers_fold_and_one_does_not() {
 }
 
 #[test]
+fn blocks_are_written_and_read() {
+    let of = |blocks: &str| {
+        let bounds = format!("bounds: {{blocks: {{{blocks}}}}}");
+        format!(
+            "graph \"g\" {{\n  \
+             %q = state {{decay: true, init: zeros}} : f32[8,2,4] @ q Update step_begin\n  \
+             %x = broadcast {{leading: [\"B\"]}} %q : f32[B,8,2,4] @ x F microbatch\n  \
+             %o, %lse = attention {{{bounds}, dropout: 0.0, scale: 0.5}} %x, %x, %x : \
+             f32[B,8,2,4], f32[B,8,2] @ attend F microbatch\n  \
+             return %o\n}}\n"
+        )
+    };
+    let read = |blocks: &str| parse(&of(blocks)).map_err(|e| e.to_string());
+    let seen = |g: Graph| g.ops().iter().find_map(|op| op.kind.bounds()?.blocks);
+    let g = read("local: 2, size: 3").unwrap();
+    let text = round_trip(&g);
+    assert!(
+        text.contains("bounds: {blocks: {local: 2, size: 3}}"),
+        "{text}"
+    );
+    let short = seen(g).unwrap();
+    assert_eq!((short.aligned, short.first, short.last), (false, 0, 0));
+    let g = read("aligned: true, first: 1, last: 2, local: 4, size: 1").unwrap();
+    round_trip(&g);
+    let long = seen(g).unwrap();
+    assert_eq!((long.aligned, long.first, long.last), (true, 1, 2));
+    for (blocks, problem) in [
+        ("local: 2, size: 0", "blocks of no tokens"),
+        ("local: 0, size: 1", "no local blocks"),
+        ("last: 3, local: 2, size: 1", "the last 3 blocks of each 2"),
+        ("frist: 1, local: 2, size: 1", "frist"),
+        ("size: 1", "local"),
+    ] {
+        let error = read(blocks).unwrap_err();
+        assert!(error.contains(problem), "{blocks}: {error}");
+    }
+}
+
+#[test]
 fn layers_that_fall_fold() {
     let mut g = stack(5, false);
     let mut x = g.outputs[0];

@@ -128,22 +128,36 @@ impl Case {
     /// The case with more blocks, so that its graph has `n_layers` layers; they begin with the
     /// weights of the case's own blocks, in turn. PyTorch has not trained it.
     pub fn with_layers(name: &str, n_layers: u32) -> Case {
+        let case = Case::with_config(name, |config| {
+            // All but the embedding and the head are blocks.
+            let (n_blocks, layers) = (n_layers - 2, ["n_layer", "num_hidden_layers"]);
+            let key = layers.into_iter().find(|key| config.get(key).is_some());
+            config[key.expect("a number of layers")] = n_blocks.into();
+        });
+        assert_eq!(case.forward.layers.len(), n_layers as usize);
+        case
+    }
+
+    /// The case with a pattern of blocks that attention sees, as `sparse_attention` of a configuration
+    /// has it. PyTorch has not trained it.
+    pub fn in_blocks(name: &str, pattern: Value) -> Case {
+        Case::with_config(name, |config| config["sparse_attention"] = pattern)
+    }
+
+    /// The case with another configuration, but for its weights.
+    fn with_config(name: &str, change: impl FnOnce(&mut Value)) -> Case {
         let mut case = Case::load(name);
         let text = std::fs::read(case.folder.join("config.json")).expect("config.json");
         let mut config: Value = serde_json::from_slice(&text).expect("config.json");
-        // All but the embedding and the head are blocks.
-        let (n_blocks, layers) = (n_layers - 2, ["n_layer", "num_hidden_layers"]);
-        let key = layers.into_iter().find(|key| config.get(key).is_some());
-        config[key.expect("a number of layers")] = n_blocks.into();
+        change(&mut config);
         let text = config.to_string();
         case.config = import::ModelConfig::parse("config.json", text.as_bytes())
-            .expect("the deeper config is valid");
+            .expect("the changed config is valid");
         let options = import::BuildOptions {
             sequence: case.train.sequence,
             dropout: case.train.dropout,
         };
         case.forward = import::model_graph(&case.config, &options).expect("the model builds");
-        assert_eq!(case.forward.layers.len(), n_layers as usize);
         case
     }
 

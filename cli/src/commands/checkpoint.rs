@@ -316,7 +316,18 @@ fn weights(args: &ConvertArgs) -> Result<(), Failure> {
         counted(from.step(), "step"),
         args.output.display()
     ))?;
+    say_blocks(&config)?;
     report::out("Optimizer states are not in that form; they stay in the checkpoint.")
+}
+
+/// Says that transformers has no attention in blocks, where the model has it.
+fn say_blocks(config: &ModelConfig) -> Result<(), Failure> {
+    match config.sparse() {
+        None => Ok(()),
+        Some(blocks) => report::out(&format!(
+            "A query sees {blocks}. transformers has no such attention: there it sees all tokens."
+        )),
+    }
 }
 
 /// Fails where a checkpoint is of another model.

@@ -233,6 +233,7 @@ fn described(plan: &Plan, training: &TrainingGraph) -> String {
         w.insert_str(behind, &format!("{}.\n", capitalised(&words)));
     }
     w += &mixtures(training);
+    w += &blocks_seen(plan, training);
     let all = stages(plan, training);
     let parts: Vec<Vec<Part>> = all.iter().map(parts).collect();
     let is_alike = |a: usize, b: usize| {
@@ -519,6 +520,27 @@ fn mixtures(training: &TrainingGraph) -> String {
     lines.collect()
 }
 
+/// Says what queries see where attention leaves blocks of keys out, and what that changes; empty for a
+/// model whose attention does not.
+fn blocks_seen(plan: &Plan, training: &TrainingGraph) -> String {
+    let mut lines: Vec<String> = Vec::new();
+    let sequence = plan.train.sequence;
+    let forward = training.graph.ops().iter().filter(|op| op.pass == Pass::F);
+    for bounds in forward.filter_map(|op| op.kind.bounds()) {
+        let Some(blocks) = bounds.blocks else {
+            continue;
+        };
+        let share = 100.0 * bounds.computed_share(1, sequence, sequence);
+        let line = format!(
+            "Attention: a query sees {blocks}; {share:.1}% of the scores of causal attention, so losses are other than with all\n"
+        );
+        if !lines.contains(&line) {
+            lines.push(line);
+        }
+    }
+    lines.concat()
+}
+
 /// Describes in one line what interleaving saves; empty where a mesh has one stage.
 fn interleaving(plan: &Plan) -> String {
     let (v, m) = (plan.schedule.virtual_stages(), plan.n_microbatches.max(1));
@@ -691,9 +713,11 @@ pub fn mfu_convention(cluster: &Cluster, train: &TrainSpec, devices: u32) -> Str
     sources.dedup();
     let counted_passes = match train.task {
         Task::Training => {
-            "forward and backward (attention over all keys or a window, the filled slots of experts, no recomputation; HFU with that and with empty slots)"
+            "forward and backward (attention over all keys, or those that its window or blocks have, the filled slots of experts, no recomputation; HFU with that and with empty slots)"
         }
-        Task::Inference => "the forward pass (attention over all keys or a window)",
+        Task::Inference => {
+            "the forward pass (attention over all keys, or those that its window or blocks have)"
+        }
     };
     format!(
         "MFU: FLOPs of matmuls, attention and state spaces of {counted_passes} over {}FLOP/s {} peak of {} ({}){instead}",

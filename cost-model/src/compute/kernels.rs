@@ -4,7 +4,7 @@
 use super::{matmul_rate, memory_time};
 use ir::DType;
 use ir::cluster::{Cluster, Kernels};
-use ir::op::{OpKind, Work};
+use ir::op::{Bounds, Keys, MatmulShape, OpKind, Work};
 
 /// Seconds of a kernel without the launch.
 pub(super) fn busy_time(
@@ -20,11 +20,16 @@ pub(super) fn busy_time(
     let vector = kernels.factor(name) * work.vector_flops / cluster.device.vector_flops_per_s;
     match work.matmul {
         Some(scores) if work.attention_flops > 0.0 && rate > 0.0 => {
-            let executed = executed_share(kernels.attention_block_rows, scores.m);
+            // Of rows of queries that are computed at once, keys that none sees are left out.
+            let rows = u64::from(kernels.attention_block_rows);
+            let seen = kind
+                .bounds()
+                .map_or(1.0, |b| seen_share(b, kind, rows, scores));
+            let executed = seen * executed_share(kernels.attention_block_rows, scores.m);
             let products = executed * work.attention_flops
                 / (rate * cluster.device.attention_efficiency)
                 * kernels.factor(products_of(name));
-            (products + vector).max(memory)
+            (products + seen * vector).max(memory)
         }
         Some(_) if rate > 0.0 => {
             let products = work.matmul_flops + work.recomputed_flops;
@@ -32,6 +37,19 @@ pub(super) fn busy_time(
         }
         _ => vector.max(kernels.factor(name) * memory),
     }
+}
+
+/// Share of the scores of a causal attention, in blocks of this many rows, that bounds leave. On a ring
+/// it is that of all parts together, each of which counts as much.
+fn seen_share(bounds: Bounds, kind: &OpKind, rows: u64, scores: MatmulShape) -> f64 {
+    let (queries, keys) = match kind.keys() {
+        Keys::All => (scores.m, scores.n),
+        Keys::Ring { ranks, .. } => {
+            let all = scores.n.saturating_mul(u64::from(ranks));
+            (all, all)
+        }
+    };
+    bounds.computed_share(rows, queries, keys)
 }
 
 /// Share of causal attention's scores that are computed, in blocks of this many rows.
@@ -103,5 +121,20 @@ mod tests {
         let products = 0.75 * 4.0 * 2.0 * 128.0 * 128.0 * 64.0 / (0.5e12 * 0.5) * 1.5;
         let vector = 2.0 * 4.0 * 2.0 * 128.0 * 128.0 / 1e9;
         assert!((t - products - vector).abs() < 1e-12, "{t}");
+        // Two rows of blocks of 64 keys that see one each, of three in all.
+        let mut kind = kind;
+        if let OpKind::Attention { bounds, .. } = &mut kind {
+            bounds.blocks = Some(ir::op::Blocks {
+                size: 64,
+                local: 1,
+                aligned: false,
+                first: 0,
+                last: 0,
+            });
+        }
+        let (q, lse) = (f32s(&[1, 128, 2, 64]), f32s(&[1, 128, 2]));
+        let t = op_time(&c, &kind, &[q.clone(), q.clone(), q.clone()], &[q, lse]).0;
+        let bounded = (products + vector) * 2.0 / 3.0;
+        assert!((t - bounded).abs() < 1e-12, "{t}");
     }
 }

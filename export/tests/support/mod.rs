@@ -28,6 +28,17 @@ pub fn llama() -> Graph {
     }))
 }
 
+/// The same whose queries see two blocks of eight tokens and the first.
+pub fn llama_in_blocks() -> Graph {
+    model(json!({
+        "model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 256,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "tie_word_embeddings": false, "hidden_act": "silu",
+        "sparse_attention": {"mode": "bigbird", "block": 8, "attention": "unidirectional"},
+    }))
+}
+
 /// A Mixtral of two blocks with four experts.
 pub fn mixtral() -> Graph {
     model(json!({

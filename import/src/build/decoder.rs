@@ -5,7 +5,7 @@
 
 use super::Builder;
 use crate::ImportError;
-use crate::config::{DecoderConfig, Rotation};
+use crate::config::{DecoderConfig, Rotation, blocks_of_sequence};
 use ir::ValueId;
 use ir::op::{Bounds, InputKind, OpKind, Unary};
 
@@ -101,6 +101,7 @@ fn attention(
         order: ir::op::SequenceOrder::Natural,
         keys: Default::default(),
         bounds: Bounds {
+            blocks: blocks_of_sequence(c.sparse, b.options.sequence),
             alibi: c.family.has_slopes(),
             ..Bounds::default()
         },

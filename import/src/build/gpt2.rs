@@ -3,9 +3,9 @@
 
 use super::Builder;
 use crate::ImportError;
-use crate::config::Gpt2Config;
+use crate::config::{Gpt2Config, blocks_of_sequence};
 use ir::ValueId;
-use ir::op::{InputKind, OpKind};
+use ir::op::{Bounds, InputKind, OpKind};
 
 pub(super) fn build(b: &mut Builder, c: &Gpt2Config) -> Result<(), ImportError> {
     b.start_layer("embed");
@@ -72,7 +72,10 @@ fn attention(b: &mut Builder, c: &Gpt2Config, h: &str, x: ValueId) -> Result<Val
         key: String::new(),
         order: ir::op::SequenceOrder::Natural,
         keys: Default::default(),
-        bounds: Default::default(),
+        bounds: Bounds {
+            blocks: blocks_of_sequence(c.sparse, b.options.sequence),
+            ..Bounds::default()
+        },
     };
     let y = b.op(format!("{h}.attn.attend"), attend, &qkv)?;
     b.linear(&format!("{h}.attn.out"), "bsnd,ndh->bsh", y)

@@ -14,8 +14,8 @@
 use super::Builder;
 use super::llama::{DENSE, EXPERTS, route};
 use crate::ImportError;
-use crate::config::{ExpertsConfig, HybridConfig, Mixer};
-use ir::op::{Binary, InputKind, OpKind, SequenceOrder, Unary};
+use crate::config::{ExpertsConfig, HybridConfig, Mixer, blocks_of_sequence};
+use ir::op::{Binary, Bounds, InputKind, OpKind, SequenceOrder, Unary};
 use ir::{DType, Dim, Place, Shape, TensorType, ValueId};
 
 pub(super) fn build(b: &mut Builder, c: &HybridConfig) -> Result<(), ImportError> {
@@ -138,7 +138,10 @@ fn attention(
         key: String::new(),
         order: SequenceOrder::Natural,
         keys: Default::default(),
-        bounds: Default::default(),
+        bounds: Bounds {
+            blocks: blocks_of_sequence(c.sparse, b.options.sequence),
+            ..Bounds::default()
+        },
     };
     let y = b.op(format!("{a}.attend"), attend, &[q, k, v])?;
     b.linear(&format!("{a}.out"), out_of, y)

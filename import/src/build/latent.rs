@@ -15,9 +15,9 @@
 use super::Builder;
 use super::llama::{DENSE, gated_mlp, mixture};
 use crate::ImportError;
-use crate::config::{LATENT_EPSILON, LatentConfig};
+use crate::config::{LATENT_EPSILON, LatentConfig, blocks_of_sequence};
 use ir::ValueId;
-use ir::op::{InputKind, OpKind, SequenceOrder};
+use ir::op::{Bounds, InputKind, OpKind, SequenceOrder};
 
 pub(super) fn build(b: &mut Builder, c: &LatentConfig) -> Result<(), ImportError> {
     b.start_layer("embed");
@@ -74,7 +74,10 @@ fn attention(
         key: String::new(),
         order: SequenceOrder::Natural,
         keys: Default::default(),
-        bounds: Default::default(),
+        bounds: Bounds {
+            blocks: blocks_of_sequence(c.sparse, b.options.sequence),
+            ..Bounds::default()
+        },
     };
     let y = b.op(format!("{a}.attend"), attend, &[q, k, v])?;
     b.linear(&format!("{a}.out"), "bsnd,ndh->bsh", y)

@@ -17,7 +17,7 @@
 
 use super::Builder;
 use crate::ImportError;
-use crate::config::{Clamp, ExpertsConfig, Family, LlamaConfig};
+use crate::config::{Clamp, ExpertsConfig, Family, LlamaConfig, blocks_of_sequence};
 use ir::ValueId;
 use ir::op::{Binary, Bounds, InputKind, OpKind, Unary};
 
@@ -240,6 +240,7 @@ fn attention(
         keys: Default::default(),
         bounds: Bounds {
             window: c.window_in(layer, b.options.sequence),
+            blocks: blocks_of_sequence(c.sparse, b.options.sequence),
             cap: c.score_cap,
             alibi: false,
         },

@@ -5,9 +5,9 @@ use super::document::Fields;
 use super::llama::{Rotations, rope};
 use super::{DEVIATIONS, EPSILONS, HARMLESS_FIELDS, HEADS, LAYERS, POSITIONS};
 use super::{PROBABILITIES, SHARES, VOCAB, WIDTHS};
-use super::{activation, check_common, check_full_attention, init_std, sized};
+use super::{activation, check_common, check_full_attention, init_std, sized, sparse};
 use crate::ImportError;
-use ir::op::{RopeScaling, Unary};
+use ir::op::{Blocks, RopeScaling, Unary};
 use serde_json::{Value, json};
 
 /// The family of a [`DecoderConfig`], which decides names in files and how blocks are put together.
@@ -101,6 +101,8 @@ pub struct DecoderConfig {
     pub(crate) attention_bias: bool,
     /// True when the MLP has biases.
     pub(crate) mlp_bias: bool,
+    /// The blocks that attention sees.
+    pub(crate) sparse: Option<Blocks>,
     pub(crate) init_std: f64,
 }
 
@@ -114,6 +116,7 @@ impl DecoderConfig {
 pub(super) fn read(mut f: Fields, family: Plain) -> Result<DecoderConfig, ImportError> {
     check_common(&mut f)?;
     check_full_attention(&mut f)?;
+    let sparse = sparse::read(&mut f)?;
     let config = match family {
         Plain::Opt => opt(&mut f)?,
         Plain::GptNeox => gpt_neox(&mut f)?,
@@ -121,7 +124,7 @@ pub(super) fn read(mut f: Fields, family: Plain) -> Result<DecoderConfig, Import
         Plain::Bloom => bloom(&mut f)?,
     };
     f.finish(HARMLESS_FIELDS)?;
-    Ok(config)
+    Ok(DecoderConfig { sparse, ..config })
 }
 
 /// The fields that all but BLOOM have in common, read by the names that they share.
@@ -194,6 +197,7 @@ fn opt(f: &mut Fields) -> Result<DecoderConfig, ImportError> {
     // padding never looks it up.
     f.nullable_integer("pad_token_id", 0..=*VOCAB.end())?;
     Ok(DecoderConfig {
+        sparse: None,
         family: Plain::Opt,
         layers: s.layers,
         heads: s.heads,
@@ -226,6 +230,7 @@ fn gpt_neox(f: &mut Fields) -> Result<DecoderConfig, ImportError> {
     f.nullable_integer("pad_token_id", 0..=*VOCAB.end())?;
     let rotation = rotation(f, head_dim, "rotary_emb_base", "rotary_pct", 0.25)?;
     Ok(DecoderConfig {
+        sparse: None,
         family: Plain::GptNeox,
         layers: s.layers,
         heads: s.heads,
@@ -278,6 +283,7 @@ fn nemotron(f: &mut Fields) -> Result<DecoderConfig, ImportError> {
     f.only("pad_token_id", &[Value::Null], why)?;
     let rotation = rotation(f, head_dim, "rope_theta", "partial_rotary_factor", 0.5)?;
     Ok(DecoderConfig {
+        sparse: None,
         family: Plain::Nemotron,
         layers: s.layers,
         heads: s.heads,
@@ -351,6 +357,7 @@ fn bloom(f: &mut Fields) -> Result<DecoderConfig, ImportError> {
         f.has(name);
     }
     Ok(DecoderConfig {
+        sparse: None,
         family: Plain::Bloom,
         layers,
         heads,

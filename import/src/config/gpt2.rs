@@ -3,6 +3,7 @@
 use super::document::Fields;
 use super::{
     EPSILONS, PROBABILITIES, activation, check_common, check_full_attention, init_std, sized,
+    sparse,
 };
 use super::{Gpt2Config, HARMLESS_FIELDS, HEADS, LAYERS, POSITIONS, VOCAB, WIDTHS};
 use crate::ImportError;
@@ -55,6 +56,7 @@ pub(super) fn read(mut f: Fields) -> Result<Gpt2Config, ImportError> {
         activation: activation(&mut f, "activation_function", "gelu_new")?,
         epsilon: f.number("layer_norm_epsilon", EPSILONS)?.unwrap_or(1e-5),
         tied: f.boolean("tie_word_embeddings")?.unwrap_or(true),
+        sparse: sparse::read(&mut f)?,
         scale_attention: f.boolean("scale_attn_weights")?.unwrap_or(true),
         init_std: init_std(&mut f)?,
     };

@@ -7,9 +7,9 @@
 use super::document::Fields;
 use super::{EPSILONS, EXPERTS, GATE_SCALES, HARMLESS_FIELDS, HEADS, LAYERS, POSITIONS};
 use super::{ExpertsConfig, PROBABILITIES, VOCAB, WIDTHS};
-use super::{check_common, check_full_attention, init_std};
+use super::{check_common, check_full_attention, init_std, sparse};
 use crate::ImportError;
-use ir::op::{ExpertGroups, Scores};
+use ir::op::{Blocks, ExpertGroups, Scores};
 use serde_json::{Value, json};
 
 /// The mixer of a block.
@@ -71,6 +71,8 @@ pub struct HybridConfig {
     pub(crate) heads: u64,
     pub(crate) kv_heads: u64,
     pub(crate) head_dim: u64,
+    /// The blocks that attention sees.
+    pub(crate) sparse: Option<Blocks>,
     /// The width inside an MLP.
     pub(crate) intermediate: u64,
     /// The experts, where there are blocks of them.
@@ -137,6 +139,7 @@ pub(super) fn read_mamba2(mut f: Fields) -> Result<HybridConfig, ImportError> {
         heads: 1,
         kv_heads: 1,
         head_dim: 1,
+        sparse: None,
         intermediate: 1,
         experts: None,
         latent: None,
@@ -196,6 +199,7 @@ pub(super) fn read_nemotron_h(mut f: Fields) -> Result<HybridConfig, ImportError
         heads,
         kv_heads,
         head_dim,
+        sparse: sparse::read(&mut f)?,
         intermediate: f.required("intermediate_size", WIDTHS)?,
         latent: f.nullable_integer("moe_latent_size", WIDTHS)?,
         experts,

@@ -10,9 +10,9 @@ use super::document::Fields;
 use super::llama::{Rotations, rope};
 use super::{COEFFICIENTS, EPSILONS, EXPERTS, GATE_SCALES, HARMLESS_FIELDS, HEADS, LAYERS};
 use super::{ExpertsConfig, POSITIONS, PROBABILITIES, VOCAB, WIDTHS};
-use super::{activation, check_common, check_full_attention, init_std, sized};
+use super::{activation, check_common, check_full_attention, init_std, sized, sparse};
 use crate::ImportError;
-use ir::op::{ExpertGroups, RopeScaling, Scores, Unary};
+use ir::op::{Blocks, ExpertGroups, RopeScaling, Scores, Unary};
 use serde_json::{Value, json};
 
 /// The version of a [`LatentConfig`], which decides how experts are chosen.
@@ -58,6 +58,8 @@ pub struct LatentConfig {
     pub(crate) value_dim: u64,
     /// True when files hold the elements that turn pair by pair.
     pub(crate) interleaved: bool,
+    /// The blocks that attention sees.
+    pub(crate) sparse: Option<Blocks>,
     /// The factor of the scores.
     pub(crate) scale: f64,
     pub(crate) activation: Unary,
@@ -147,6 +149,7 @@ pub(super) fn read(mut f: Fields, version: Version) -> Result<LatentConfig, Impo
         still,
         value_dim,
         interleaved,
+        sparse: sparse::read(&mut f)?,
         scale: found.score_scale.powi(2) / ((turned + still) as f64).sqrt(),
         activation: activation(&mut f, "hidden_act", "silu")?,
         epsilon: f.number("rms_norm_eps", EPSILONS)?.unwrap_or(1e-6),

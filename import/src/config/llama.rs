@@ -5,7 +5,7 @@ use super::document::Fields;
 use super::{CAPS, SCALARS};
 use super::{EPSILONS, FACTORS, FREQUENCIES, MSCALES, Numbers, PROBABILITIES, SHARES, THETAS};
 use super::{Family, HARMLESS_FIELDS, HEADS, LAYERS, LlamaConfig, POSITIONS, VOCAB, WIDTHS};
-use super::{activation, check_common, check_full_attention, experts, init_std};
+use super::{activation, check_common, check_full_attention, experts, init_std, sparse};
 use crate::ImportError;
 use ir::op::{RopeScaling, Unary};
 use serde_json::{Value, json};
@@ -132,6 +132,7 @@ pub(super) fn read(mut f: Fields, family: Family) -> Result<LlamaConfig, ImportE
         positions,
         window,
         whole,
+        sparse: sparse::read(&mut f)?,
         scale: scale.sqrt().recip(),
         score_cap,
         logit_cap,

@@ -17,6 +17,7 @@ mod gpt2;
 mod hybrid;
 mod latent;
 mod llama;
+mod sparse;
 mod wide_resnet;
 
 pub use decoder::DecoderConfig;
@@ -26,12 +27,13 @@ pub use hybrid::HybridConfig;
 pub(crate) use hybrid::{Mixer, ScanConfig};
 pub use latent::LatentConfig;
 pub(crate) use latent::{LATENT_EPSILON, Version};
+pub(crate) use sparse::of_sequence as blocks_of_sequence;
 pub(crate) use wide_resnet::Bottleneck;
 pub use wide_resnet::WideResnetConfig;
 
 use crate::ImportError;
 use document::{Document, Fields};
-use ir::op::{ExpertGroups, RopeScaling, Scores, Unary};
+use ir::op::{Blocks, ExpertGroups, RopeScaling, Scores, Unary};
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 use std::path::Path;
@@ -197,6 +199,8 @@ pub struct Gpt2Config {
     pub(crate) tied: bool,
     /// True when scores are divided by the root of the head dim.
     pub(crate) scale_attention: bool,
+    /// The blocks that attention sees.
+    pub(crate) sparse: Option<Blocks>,
     pub(crate) init_std: f64,
 }
 
@@ -391,6 +395,8 @@ pub struct LlamaConfig {
     pub(crate) window: Option<u64>,
     /// The layers whose attention looks back over all tokens all the same.
     pub(crate) whole: BTreeSet<u64>,
+    /// The blocks that attention sees, of those of its window.
+    pub(crate) sparse: Option<Blocks>,
     /// The factor of the scores.
     pub(crate) scale: f64,
     /// The bound of scores.
@@ -529,6 +535,13 @@ impl ModelConfig {
                                text alone (\"gemma3_text\"), and is accepted as a file of its own";
                 Err(fields.error("model_type", problem.into()))
             }
+            Some(other @ ("big_bird" | "bigbird_pegasus" | "led" | "longformer")) => {
+                let problem = format!(
+                    "is {other:?}, a model whose tokens see later ones too; models here are causal decoders, \
+                     which have such blocks by an object `sparse_attention` (docs/ir.md)"
+                );
+                Err(fields.error("model_type", problem))
+            }
             Some(other) => match (Family::of(other), Plain::of(other)) {
                 (Some(family), _) => llama::read(fields, family).map(ModelConfig::Llama),
                 (None, Some(family)) => decoder::read(fields, family).map(ModelConfig::Decoder),
@@ -619,6 +632,18 @@ impl ModelConfig {
             ModelConfig::Hybrid(c) => c.positions,
             ModelConfig::Llama(c) => c.positions,
             ModelConfig::WideResnet(_) => 1,
+        }
+    }
+    /// Returns the blocks of keys that queries see, where attention leaves others out; of sequences
+    /// that are no longer than the local ones all is seen.
+    pub fn sparse(&self) -> Option<Blocks> {
+        match self {
+            ModelConfig::Gpt2(c) => c.sparse,
+            ModelConfig::Llama(c) => c.sparse,
+            ModelConfig::Decoder(c) => c.sparse,
+            ModelConfig::Latent(c) => c.sparse,
+            ModelConfig::Hybrid(c) => c.sparse,
+            ModelConfig::WideResnet(_) => None,
         }
     }
     /// Says whether the head uses the embedding table.

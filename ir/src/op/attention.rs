@@ -148,7 +148,7 @@ fn work(op: &Lengths<'_>) -> Work {
             let widths = d as f64 + x[2].1.last().map_or(0.0, |&v| v as f64);
             let flops = 2.0 * times * scores * widths;
             // The last S queries see T - S/2 of the T keys each, or a window; no other S queries see
-            // more. A rank of a zigzag order has early and late ones, and sees what all see on
+            // more, but where blocks are seen, of which a stretch may end before. A rank of a zigzag order has early and late ones, and sees what all see on
             // average. Of a shard that came around, some rank's queries see all where they stand by
             // position.
             let (causal_share, counted_share) = match op.kind {
@@ -164,10 +164,14 @@ fn work(op: &Lengths<'_>) -> Work {
                     bounds,
                     ..
                 } => {
-                    let causal = match keys {
-                        Keys::Ring { step: 1.., .. } if order.is_natural() => 1.0,
-                        _ if order.is_natural() => bounds.share(q[1], t),
-                        _ => bounds.share(t, t),
+                    let causal = match (*keys, order.is_natural()) {
+                        (Keys::Ring { step, ranks }, true) => bounds.ring_share(q[1], step, ranks),
+                        (Keys::All, true) => bounds.share(q[1], t),
+                        (Keys::Ring { ranks, .. }, false) if bounds.blocks.is_some() => {
+                            let all = t.saturating_mul(u64::from(ranks));
+                            bounds.share(all, all)
+                        }
+                        (_, false) => bounds.share(t, t),
                     };
                     (causal, bounds.counted_share(t))
                 }
@@ -244,8 +248,16 @@ impl Operands<'_> {
             "the keys of a ring are for instructions of a program".into()
         })
     }
-    fn bounds(&self, Bounds { window, cap, .. }: Bounds) -> Result<(), OpError> {
+    fn bounds(&self, of: Bounds) -> Result<(), OpError> {
+        let Bounds {
+            window,
+            blocks,
+            cap,
+            ..
+        } = of;
         self.ensure(window != Some(0), || "a window of no tokens".into())?;
+        let problem = blocks.and_then(|b| b.problem());
+        self.ensure(problem.is_none(), || problem.clone().unwrap_or_default())?;
         let fits = cap.is_none_or(|c| c.is_finite() && c > 0.0);
         self.ensure(fits, || format!("cap {cap:?} is not positive"))
     }

@@ -10,6 +10,7 @@
 //! never splits a head. Elementwise operands of lower rank broadcast over leading dims.
 
 mod attention;
+mod blocks;
 mod bounds;
 mod conv;
 mod einsum;
@@ -31,6 +32,7 @@ mod state_space;
 mod update;
 mod work;
 
+pub use blocks::Blocks;
 pub use bounds::{Bounds, alibi_slope};
 pub use einsum::Einsum;
 pub(crate) use family::Family;
@@ -829,6 +831,15 @@ impl OpKind {
         match self {
             OpKind::Attention { keys, .. } | OpKind::AttentionGrad { keys, .. } => *keys,
             _ => Keys::All,
+        }
+    }
+    /// The bounds of an attention's scores, or of those of the gradient of one.
+    pub fn bounds(&self) -> Option<Bounds> {
+        match self {
+            OpKind::Attention { bounds, .. } | OpKind::AttentionGrad { bounds, .. } => {
+                Some(*bounds)
+            }
+            _ => None,
         }
     }
 

@@ -2,7 +2,8 @@
 
 use super::{Builder, random_weight};
 use crate::op::{
-    Binary, Bounds, ExpertGroups, Init, InputKind, RopeScaling, Scores, SequenceOrder, Unary,
+    Binary, Blocks, Bounds, ExpertGroups, Init, InputKind, RopeScaling, Scores, SequenceOrder,
+    Unary,
 };
 use crate::sharding::ReduceKind;
 use crate::{DType, Dim, OpKind, ValueId};
@@ -310,9 +311,18 @@ impl Builder {
             },
             false => SequenceOrder::Natural,
         };
-        // Some queries look back over three tokens, some scores are bounded, some fall with the distance.
+        // Some queries look back over three tokens, some see a few blocks, some do both; some scores
+        // are bounded, some fall with the distance.
+        let blocks = Blocks {
+            size: if kv == 2 { 2 } else { 1 },
+            local: 2,
+            aligned: grouped,
+            first: u64::from(kv == 1),
+            last: u64::from(kv == 3),
+        };
         let bounds = Bounds {
             window: (d == 2).then_some(3),
+            blocks: (d == 4 || d == 2 && kv == 3).then_some(blocks),
             cap: (d == 2 && grouped).then_some(2.0),
             alibi: kv == 3,
         };

@@ -4,7 +4,8 @@
 //!   q [B, S, K, G, D]   query row i is at global position q_offset + i
 //!   k [B, T, K, D]      key j is at position k_offset + j; v [B, T, K, V] likewise
 //!   s_ij = scale * <q_i, k_j>                 for k_offset + j <= q_offset + i and j < valid_k,
-//!                                             q_offset + i - (k_offset + j) < window
+//!                                             q_offset + i - (k_offset + j) < window,
+//!                                             and where blocks are seen, in one of them
 //!   s_ij = cap * tanh(s_ij / cap)             where there is a cap
 //!   s_ij = s_ij - slope * (q_offset + i - (k_offset + j))   where heads have slopes (ALiBi)
 //!   lse_i = ln sum_j exp(s_ij)                -inf when no key is visible
@@ -12,7 +13,8 @@
 //! ```
 //!
 //! Only the scores of [`BLOCK`] rows of one head exist at a time, up to the last key the block
-//! sees. The backward pass recomputes the probabilities from `lse`, as in FlashAttention (Dao et
+//! sees, and where there is a window or a pattern of blocks, those with tiles of [`TILE`] keys of
+//! which some row sees one: the others are not computed. The backward pass recomputes the probabilities from `lse`, as in FlashAttention (Dao et
 //! al. 2022); with `delta_i = <do_i, o_i> - dlse_i`, as `p_ij` is the derivative of `lse_i` by
 //! `s_ij`,
 //!
@@ -25,7 +27,8 @@
 //!
 //! A row's maximum and sum run over its own visible keys and the products sum keys from 0 on, with
 //! exact zeros after the last visible one, so `o`, `lse` and `dq` of a row depend neither on the
-//! block that it is in nor on how S is split. `dk` and `dv` are summed over groups and rows:
+//! block that it is in nor on how S is split. With tiles each tile is a sum of its own, and the sums
+//! are added in order, so that one that is left out was a zero. `dk` and `dv` are summed over groups and rows:
 //! splits of B and K leave their bits alone, splits of S and G make partial sums of them. Keys
 //! and values must be finite up to the last key a block sees, as zero times infinity is no zero.
 
@@ -36,9 +39,15 @@ use super::gemm::{Store, View, gemm};
 use super::special::exp_f32;
 use super::summation::{dot, sum};
 use super::wide::widest;
+use ir::op::{Blocks, Bounds};
+use std::ops::Range;
 
 /// Query rows in a block: one row block of the product kernels.
 pub const BLOCK: usize = 64;
+
+/// Keys of a tile, which is computed whole or not at all: few, so that blocks of 64 tokens, which are
+/// common, are computed exactly.
+const TILE: usize = 64;
 
 /// Extents of an attention, and where its queries stand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,6 +74,8 @@ pub struct AttentionDims {
     pub valid_k: usize,
     /// The positions that a query looks back over, its own among them; none where it is all.
     pub window: Option<usize>,
+    /// The blocks of positions that a query sees; all where there are none.
+    pub blocks: Option<Blocks>,
 }
 
 impl AttentionDims {
@@ -104,14 +115,50 @@ impl AttentionDims {
         ((self.q_offset + i).saturating_sub(self.k_offset + j)) as f32
     }
 
-    /// The keys that query row `i` sees.
-    fn visible(&self, i: usize) -> std::ops::Range<usize> {
-        let end = self.end(i);
-        let first = self.window.map_or(0, |window| {
-            let before = self.q_offset.saturating_add(i + 1).saturating_sub(window);
-            before.saturating_sub(self.k_offset)
-        });
-        first.min(end)..end
+    /// The runs of keys that some of these query rows see, in order.
+    fn visible(&self, rows: Range<usize>) -> Vec<Range<usize>> {
+        if rows.is_empty() {
+            return Vec::new();
+        }
+        let Some(bounds) = self.bounds() else {
+            let all = 0..self.end(rows.end - 1);
+            return Vec::from_iter((!all.is_empty()).then_some(all));
+        };
+        let at = |offset: usize, i: usize| offset.saturating_add(i) as u64;
+        let queries = at(self.q_offset, rows.start)..at(self.q_offset, rows.end);
+        let keys = at(self.k_offset, 0)..at(self.k_offset, self.valid_k);
+        let by_key = |position: u64| position as usize - self.k_offset;
+        let runs = bounds.seen(queries, keys).into_iter();
+        runs.map(|run| by_key(run.start)..by_key(run.end)).collect()
+    }
+
+    /// The bounds on which keys are seen, where there are any.
+    fn bounds(&self) -> Option<Bounds> {
+        (self.window.is_some() || self.blocks.is_some()).then(|| Bounds {
+            window: self.window.map(|w| w as u64),
+            blocks: self.blocks,
+            ..Bounds::default()
+        })
+    }
+
+    /// The runs of keys whose products some of these query rows need, in order and apart from each
+    /// other: whole tiles, where not all keys up to the last are seen.
+    fn computed(&self, rows: Range<usize>) -> Vec<Range<usize>> {
+        let end = self.end(rows.end.max(1) - 1);
+        let seen = self.visible(rows);
+        if self.bounds().is_none() {
+            return seen;
+        }
+        let mut runs: Vec<Range<usize>> = Vec::new();
+        for run in seen {
+            let start = run.start / TILE * TILE;
+            let stop = run.end.next_multiple_of(TILE).min(end);
+            match runs.last_mut() {
+                Some(last) if start <= last.end => last.end = stop,
+                _ => runs.push(start..stop),
+            }
+        }
+        runs
     }
 }
 
@@ -268,13 +315,91 @@ struct Head {
     dims: AttentionDims,
 }
 
-/// Rows `first..first + rows` of the queries of one group, and the keys that the block sees.
-#[derive(Clone, Copy)]
+/// Rows `first..first + rows` of the queries of one group, and the keys whose scores the block has.
 struct Block {
     g: usize,
     first: usize,
     rows: usize,
+    /// In order, apart from each other and not empty.
+    runs: Vec<Range<usize>>,
+    /// How many keys that are: the columns of the block's scores.
     keys: usize,
+}
+
+impl Block {
+    /// The runs with the columns that they are.
+    fn columns(&self) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
+        let mut at = 0;
+        self.runs.iter().map(move |run| {
+            let columns = at..at + run.len();
+            at = columns.end;
+            (run.clone(), columns)
+        })
+    }
+
+    /// The parts in which sums over keys are made, with their columns: one where all keys are seen up
+    /// to the last, else tiles.
+    fn parts(&self, is_bounded: bool) -> Vec<(Range<usize>, Range<usize>)> {
+        if !is_bounded {
+            return self.columns().collect();
+        }
+        let tiles = |(run, columns): (Range<usize>, Range<usize>)| {
+            let (end, ahead) = (run.end, run.start - columns.start);
+            run.step_by(TILE).map(move |start| {
+                let tile = start..(start + TILE).min(end);
+                (tile.clone(), tile.start - ahead..tile.end - ahead)
+            })
+        };
+        self.columns().flat_map(tiles).collect()
+    }
+
+    /// The columns of some of the block's keys.
+    fn columns_of(&self, seen: &[Range<usize>]) -> Vec<Range<usize>> {
+        let column = |keys: &Range<usize>| {
+            let (run, columns) = (self.columns())
+                .find(|(run, _)| run.start <= keys.start && keys.end <= run.end)
+                .expect("a block has the keys that its rows see");
+            let at = keys.start - run.start + columns.start;
+            at..at + keys.len()
+        };
+        seen.iter().map(column).collect()
+    }
+
+    /// Calls `f` with what `rows` of scores and the like have of the keys that one row sees, `seen`, and
+    /// makes the rest of them zero.
+    fn each_seen<const N: usize>(
+        &self,
+        seen: &[Range<usize>],
+        rows: [&mut [f32]; N],
+        f: impl FnOnce([&mut [f32]; N]),
+    ) {
+        match &self.columns_of(seen)[..] {
+            [] => {
+                rows.into_iter().for_each(|row| row.fill(0.0));
+            }
+            [one] => f(rows.map(|row| {
+                row[..one.start].fill(0.0);
+                row[one.end..].fill(0.0);
+                &mut row[one.clone()]
+            })),
+            several => {
+                let gather = |row: &[f32]| -> Vec<f32> {
+                    let parts = several.iter().map(|columns| &row[columns.clone()]);
+                    parts.collect::<Vec<_>>().concat()
+                };
+                let mut gathered = rows.each_ref().map(|row| gather(row));
+                f(gathered.each_mut().map(|row| &mut row[..]));
+                for (row, mut from) in rows.into_iter().zip(gathered.each_ref().map(|g| &g[..])) {
+                    row.fill(0.0);
+                    for columns in several {
+                        let (now, rest) = from.split_at(columns.len());
+                        row[columns.clone()].copy_from_slice(now);
+                        from = rest;
+                    }
+                }
+            }
+        }
+    }
 }
 
 impl Head {
@@ -289,41 +414,32 @@ impl Head {
         let mut o = vec![0.0; q_len * groups * value_dim];
         let mut lse = vec![f32::NEG_INFINITY; q_len * groups];
         let mut scores = Vec::new();
-        for block in self.blocks() {
-            let Block {
+        for block in &self.blocks() {
+            let &Block {
                 g,
                 first,
                 rows,
                 keys,
+                ..
             } = block;
             self.row_products(block, self.scored(attention), &mut scores);
             let mut inverse_sums = [0.0; BLOCK];
             for (r, row) in scores.chunks_exact_mut(keys).enumerate() {
-                let seen = self.dims.visible(first + r);
-                row[..seen.start].fill(0.0);
-                row[seen.end..].fill(0.0);
-                scale(&mut row[seen.clone()], attention.scale, attention.cap);
-                self.tilt(attention, block, first + r, &mut row[seen.clone()]);
-                let sum = soften(&mut row[seen]);
-                self.drop(attention, block, r, row);
-                lse[(first + r) * groups + g] = sum.lse;
+                let i = first + r;
+                let seen = self.dims.visible(i..i + 1);
+                let mut sum = soften(&mut []);
+                block.each_seen(&seen, [row], |[row]| {
+                    scale(row, attention.scale, attention.cap);
+                    self.tilt(attention, g, i, &seen, row);
+                    sum = soften(row);
+                    self.drop(attention, g, i, &seen, row);
+                });
+                lse[i * groups + g] = sum.lse;
                 inverse_sums[r] = sum.inverse;
             }
             let o = &mut o[(first * groups + g) * value_dim..];
-            let p = View {
-                data: &scores,
-                row: keys,
-                col: 1,
-            };
-            let v = self.keys(attention.v, value_dim);
-            gemm(
-                (rows, keys, value_dim),
-                p,
-                v,
-                Store::Overwrite,
-                o,
-                groups * value_dim,
-            );
+            let v = (attention.v, value_dim);
+            self.sums_of_rows(block, &scores, v, o, groups * value_dim);
             for (row, inverse) in o.chunks_mut(groups * value_dim).zip(&inverse_sums[..rows]) {
                 row[..value_dim].iter_mut().for_each(|x| *x *= inverse);
             }
@@ -348,12 +464,13 @@ impl Head {
         let mut dq = vec![0.0; q_len * groups * head_dim];
         let (mut dk, mut dv) = (vec![0.0; k_len * head_dim], vec![0.0; k_len * value_dim]);
         let (mut p, mut ds) = (Vec::new(), Vec::new());
-        for block in self.blocks() {
-            let Block {
+        for block in &self.blocks() {
+            let &Block {
                 g,
                 first,
                 rows,
                 keys,
+                ..
             } = block;
             self.row_products(block, self.scored(attention), &mut p);
             let weighted = (upstream.d_o, attention.v, value_dim);
@@ -362,42 +479,35 @@ impl Head {
             for (r, (p, ds)) in both.enumerate() {
                 self.backward_row(attention, upstream, block, r, p, ds);
             }
-            let across = |data| View {
-                data,
-                row: 1,
-                col: keys,
+            let across = |at: usize| {
+                [&p, &ds].map(|data| View {
+                    data: &data[at..],
+                    row: 1,
+                    col: keys,
+                })
             };
-            let along = View {
-                data: &ds[..],
-                row: keys,
-                col: 1,
-            };
-            gemm(
-                (keys, rows, value_dim),
-                across(&p),
-                self.queries(upstream.d_o, value_dim, g, first),
-                Store::Add,
-                &mut dv,
-                value_dim,
-            );
-            gemm(
-                (keys, rows, head_dim),
-                across(&ds),
-                self.queries(attention.q, head_dim, g, first),
-                Store::Add,
-                &mut dk,
-                head_dim,
-            );
+            for (run, columns) in block.columns() {
+                let [p, ds] = across(columns.start);
+                gemm(
+                    (run.len(), rows, value_dim),
+                    p,
+                    self.queries(upstream.d_o, value_dim, g, first),
+                    Store::Add,
+                    &mut dv[run.start * value_dim..],
+                    value_dim,
+                );
+                gemm(
+                    (run.len(), rows, head_dim),
+                    ds,
+                    self.queries(attention.q, head_dim, g, first),
+                    Store::Add,
+                    &mut dk[run.start * head_dim..],
+                    head_dim,
+                );
+            }
             let dq = &mut dq[(first * groups + g) * head_dim..];
-            let k = self.keys(attention.k, head_dim);
-            gemm(
-                (rows, keys, head_dim),
-                along,
-                k,
-                Store::Overwrite,
-                dq,
-                groups * head_dim,
-            );
+            let k = (attention.k, head_dim);
+            self.sums_of_rows(block, &ds, k, dq, groups * head_dim);
         }
         (dq, dk, dv)
     }
@@ -408,34 +518,43 @@ impl Head {
         &self,
         attention: &Attention<'_>,
         upstream: Upstream<'_>,
-        block: Block,
+        block: &Block,
         r: usize,
         p: &mut [f32],
         ds: &mut [f32],
     ) {
         let i = block.first + r;
-        let row = self.query_row(block.g, i);
+        let seen = self.dims.visible(i..i + 1);
+        block.each_seen(&seen, [p, ds], |[p, ds]| {
+            self.backward_seen(attention, upstream, (block.g, i, &seen), p, ds);
+        });
+    }
+
+    /// The same for the keys that row `i` of a group sees.
+    fn backward_seen(
+        &self,
+        attention: &Attention<'_>,
+        upstream: Upstream<'_>,
+        (g, i, seen): (usize, usize, &[Range<usize>]),
+        p: &mut [f32],
+        ds: &mut [f32],
+    ) {
+        let row = self.query_row(g, i);
         let elements = row * self.dims.value_dim..(row + 1) * self.dims.value_dim;
         let product = dot(&upstream.o[elements.clone()], &upstream.d_o[elements]);
         let d_lse = upstream.d_lse.map_or(0.0, |d_lse| f64::from(d_lse[row]));
         let delta = (product - d_lse) as f32;
         let (lse, scale) = (upstream.lse[row], attention.scale);
-        let seen = self.dims.visible(i);
-        for masked in [&mut *p, &mut *ds] {
-            masked[..seen.start].fill(0.0);
-            masked[seen.end..].fill(0.0);
-        }
-        let first = seen.start;
-        let (p, ds) = (&mut p[seen.clone()], &mut ds[seen]);
+        let keys = || seen.iter().cloned().flatten();
         if let Some(cap) = attention.cap {
-            let slope = self.slope(attention, block.g);
-            for (j, (p, ds)) in p.iter_mut().zip(ds).enumerate() {
+            let slope = self.slope(attention, g);
+            for (j, (p, ds)) in keys().zip(p.iter_mut().zip(ds)) {
                 let drop = match attention.dropout {
-                    Some(dropout) => dropout(self.b, self.kv, block.g, i, first + j),
+                    Some(dropout) => dropout(self.b, self.kv, g, i, j),
                     None => 1.0,
                 };
                 let t = (*p * scale / cap).tanh();
-                let bias = slope * self.dims.distance(i, first + j);
+                let bias = slope * self.dims.distance(i, j);
                 *p = (cap * t - bias - lse).exp();
                 *ds = *p * (drop * *ds - delta) * scale * (1.0 - t * t);
                 *p *= drop;
@@ -449,7 +568,7 @@ impl Head {
             );
         } else {
             p.iter_mut().for_each(|p| *p *= scale);
-            self.tilt(attention, block, i, p);
+            self.tilt(attention, g, i, seen, p);
             widest(
                 #[inline(always)]
                 || p.iter_mut().for_each(|p| *p = exp_f32(*p - lse)),
@@ -467,8 +586,8 @@ impl Head {
             );
             return;
         };
-        for (j, (p, ds)) in p.iter_mut().zip(ds).enumerate() {
-            let drop = dropout(self.b, self.kv, block.g, i, first + j);
+        for (j, (p, ds)) in keys().zip(p.iter_mut().zip(ds)) {
+            let drop = dropout(self.b, self.kv, g, i, j);
             *ds = *p * (drop * *ds - delta) * scale;
             *p *= drop;
         }
@@ -480,44 +599,59 @@ impl Head {
         attention.slopes.map_or(0.0, |slopes| slopes[head])
     }
 
-    /// Takes off the scores of query row `i`, of the keys that it sees, what the distance costs.
-    fn tilt(&self, attention: &Attention<'_>, block: Block, i: usize, scores: &mut [f32]) {
+    /// Takes off the scores of query row `i` of a group, of the keys that it sees, what the distance
+    /// costs.
+    fn tilt(
+        &self,
+        attention: &Attention<'_>,
+        g: usize,
+        i: usize,
+        seen: &[Range<usize>],
+        scores: &mut [f32],
+    ) {
         if attention.slopes.is_none() {
             return;
         }
-        let (slope, first) = (self.slope(attention, block.g), self.dims.visible(i).start);
-        for (j, score) in scores.iter_mut().enumerate() {
-            *score -= slope * self.dims.distance(i, first + j);
+        let slope = self.slope(attention, g);
+        for (j, score) in seen.iter().cloned().flatten().zip(scores) {
+            *score -= slope * self.dims.distance(i, j);
         }
     }
 
-    /// Multiplies row `r` of a block of weights by the dropout.
-    fn drop(&self, attention: &Attention<'_>, block: Block, r: usize, row: &mut [f32]) {
+    /// Multiplies the weights of query row `i` of a group, of the keys that it sees, by the dropout.
+    fn drop(
+        &self,
+        attention: &Attention<'_>,
+        g: usize,
+        i: usize,
+        seen: &[Range<usize>],
+        weights: &mut [f32],
+    ) {
         let Some(dropout) = attention.dropout else {
             return;
         };
-        let i = block.first + r;
-        let seen = self.dims.visible(i);
-        for (j, weight) in seen.clone().zip(&mut row[seen]) {
-            *weight *= dropout(self.b, self.kv, block.g, i, j);
+        for (j, weight) in seen.iter().cloned().flatten().zip(weights) {
+            *weight *= dropout(self.b, self.kv, g, i, j);
         }
     }
 
     /// The blocks of this head that see any key, in order of rows, then groups.
-    fn blocks(&self) -> impl Iterator<Item = Block> + use<> {
+    fn blocks(&self) -> Vec<Block> {
         let dims = self.dims;
-        let block = move |first: usize, g: usize| {
+        let of_rows = |first: usize| {
             let rows = (dims.q_len - first).min(BLOCK);
-            Block {
+            let runs = dims.computed(first..first + rows);
+            let keys = runs.iter().map(Range::len).sum();
+            (0..dims.groups).map(move |g| Block {
                 g,
                 first,
                 rows,
-                keys: dims.end(first + rows - 1),
-            }
+                runs: runs.clone(),
+                keys,
+            })
         };
-        let firsts = (0..dims.q_len).step_by(BLOCK);
-        let all = firsts.flat_map(move |first| (0..dims.groups).map(move |g| block(first, g)));
-        all.filter(|block| block.keys > 0)
+        let all = (0..dims.q_len).step_by(BLOCK).flat_map(of_rows);
+        all.filter(|block| block.keys > 0).collect()
     }
 
     /// Queries and keys, and how wide their rows are.
@@ -525,36 +659,62 @@ impl Head {
         (attention.q, attention.k, self.dims.head_dim)
     }
 
-    /// `out[rows, keys]`: products of the block's rows of `a` (by query) with the rows of `b` (by
-    /// key), both of `width` elements.
+    /// `out[rows, keys]`: products of the block's rows of `a` (by query) with its rows of `b` (by key),
+    /// both of `width` elements.
     fn row_products(
         &self,
-        block: Block,
+        block: &Block,
         (a, b, width): (&[f32], &[f32], usize),
         out: &mut Vec<f32>,
     ) {
-        let Block {
-            g,
-            first,
-            rows,
-            keys,
-        } = block;
+        let (rows, keys) = (block.rows, block.keys);
         out.resize(rows * keys, 0.0);
         let View { data, row, col } = self.keys(b, width);
-        let b = View {
-            data,
-            row: col,
-            col: row,
-        };
-        let size = (rows, width, keys);
-        gemm(
-            size,
-            self.queries(a, width, g, first),
-            b,
-            Store::Overwrite,
-            out,
-            keys,
-        );
+        for (run, columns) in block.columns() {
+            let b = View {
+                data: &data[run.start * row..],
+                row: col,
+                col: row,
+            };
+            gemm(
+                (rows, width, run.len()),
+                self.queries(a, width, block.g, block.first),
+                b,
+                Store::Overwrite,
+                &mut out[columns.start..],
+                keys,
+            );
+        }
+    }
+
+    /// `out[rows, width]`: sums over the block's keys of `weights` `[rows, keys]` times rows of `b`, by
+    /// key, with rows of `out` so many elements apart.
+    fn sums_of_rows(
+        &self,
+        block: &Block,
+        weights: &[f32],
+        (b, width): (&[f32], usize),
+        out: &mut [f32],
+        step: usize,
+    ) {
+        let b = self.keys(b, width);
+        let parts = block.parts(self.dims.bounds().is_some());
+        for (n, (run, columns)) in parts.into_iter().enumerate() {
+            let weights = View {
+                data: &weights[columns.start..],
+                row: block.keys,
+                col: 1,
+            };
+            let b = View {
+                data: &b.data[run.start * b.row..],
+                ..b
+            };
+            let store = match n {
+                0 => Store::Overwrite,
+                _ => Store::Add,
+            };
+            gemm((block.rows, run.len(), width), weights, b, store, out, step);
+        }
     }
 
     /// Index of query row `i` of group `g` in `[B, S, K, G]`.

@@ -41,6 +41,7 @@ fn dims(extents: [usize; 6], q_offset: usize, valid_k: usize) -> AttentionDims {
         k_offset: 0,
         valid_k,
         window: None,
+        blocks: None,
     }
 }
 
@@ -50,6 +51,36 @@ fn windowed(dims: AttentionDims, window: usize) -> AttentionDims {
         window: Some(window),
         ..dims
     }
+}
+
+/// The same where queries see blocks of `size` positions: the last `local`, or those of their stretch,
+/// the first of all, and where stretches have an end, that.
+fn blocked(dims: AttentionDims, size: u64, local: u64, aligned: bool) -> AttentionDims {
+    let blocks = Blocks {
+        size,
+        local,
+        aligned,
+        first: u64::from(local != 2),
+        last: u64::from(local > 2),
+    };
+    AttentionDims {
+        blocks: Some(blocks),
+        ..dims
+    }
+}
+
+/// Whether a query at one position sees a key at another, by the definition.
+fn sees(dims: AttentionDims, query: usize, key: usize) -> bool {
+    let in_window = dims.window.is_none_or(|w| key + w > query);
+    let in_blocks = dims.blocks.is_none_or(|b| {
+        let (i, j) = (query as u64 / b.size, key as u64 / b.size);
+        let near = match b.aligned {
+            true => i / b.local == j / b.local,
+            false => i < j + b.local,
+        };
+        near || j < b.first || j % b.local >= b.local - b.last
+    });
+    key <= query && in_window && in_blocks
 }
 
 /// The cap of cases with a window, so that both are tried, with each other and without.
@@ -203,11 +234,8 @@ fn naive(
                 for g in 0..groups {
                     let row = ((b * q_len + i) * kv_heads + kv) * groups + g;
                     let key = |j: usize| (b * k_len + j) * kv_heads + kv;
-                    let keys = (0..k_len).filter(|&j| {
-                        let back = (dims.q_offset + i).checked_sub(j);
-                        let in_window = |b| dims.window.is_none_or(|w| b < w);
-                        back.is_some_and(in_window) && j < dims.valid_k
-                    });
+                    let is_seen = |&j: &usize| j < dims.valid_k && sees(dims, dims.q_offset + i, j);
+                    let keys = (0..k_len).filter(is_seen);
                     let score = |j: usize| -> f64 {
                         let pairs = q[row * head_dim..].iter().zip(&k[key(j) * head_dim..]);
                         let pairs = pairs.take(head_dim);
@@ -256,6 +284,16 @@ fn shapes() -> Vec<AttentionDims> {
         windowed(dims([2, 9, 9, 1, 2, 4], 0, 9), 3),
         windowed(dims([1, 67, 90, 2, 1, 3], 20, 88), 12),
         windowed(dims([1, 130, 130, 1, 2, 5], 0, 130), 65),
+        blocked(dims([2, 9, 9, 1, 2, 4], 0, 9), 2, 2, false),
+        blocked(dims([1, 67, 90, 2, 1, 3], 20, 88), 5, 3, false),
+        blocked(dims([1, 130, 150, 1, 2, 5], 20, 149), 7, 4, true),
+        blocked(dims([1, 70, 400, 1, 1, 3], 330, 400), 16, 2, false),
+        blocked(
+            windowed(dims([1, 70, 200, 2, 1, 3], 110, 180), 90),
+            8,
+            3,
+            true,
+        ),
     ]
 }
 
@@ -361,6 +399,7 @@ fn shards_of_batch_and_heads_equal_the_whole_bit_for_bit() {
         dims([2, 9, 300, 3, 1, 8], 280, 289),
         with_values(dims([2, 70, 70, 3, 2, 12], 0, 70), 7),
         windowed(dims([2, 70, 70, 3, 2, 12], 0, 70), 9),
+        blocked(dims([2, 70, 70, 3, 2, 12], 0, 70), 4, 3, true),
     ] {
         let case = Case::random(5, d).sloped().with_d_lse();
         let whole = case.run(0.4, None, 1);
@@ -397,6 +436,10 @@ fn query_rows_alone_equal_the_whole_bit_for_bit() {
     for window in [None, Some(101)] {
         let d = dims([2, 560, 600, 2, 1, 24], 10, 570);
         rows_equal_the_whole(AttentionDims { window, ..d });
+        for (size, local, aligned) in [(16, 3, false), (64, 2, false), (5, 9, true)] {
+            let d = AttentionDims { window, ..d };
+            rows_equal_the_whole(blocked(d, size, local, aligned));
+        }
     }
 }
 
@@ -425,6 +468,35 @@ fn the_number_of_threads_changes_nothing() {
         assert_eq!(bits(&many.dk), bits(&one.dk));
         assert_eq!(bits(&many.dv), bits(&one.dv));
     }
+}
+
+/// Keys and values that no query of a block has in its tiles are not read, and their gradients are
+/// zero.
+#[test]
+fn blocks_that_nobody_sees_are_left_out() {
+    // Rows from 640 on see the first 64 keys and those from 512 on.
+    let d = blocked(dims([1, 64, 704, 1, 1, 8], 640, 704), 64, 3, false);
+    let blocks = d.blocks.map(|b| Blocks { last: 0, ..b });
+    let d = AttentionDims { blocks, ..d };
+    let clean = Case::random(12, d);
+    let expected = clean.run(0.5, None, 1);
+    let mut spoiled = Case::random(12, d);
+    for x in [&mut spoiled.k, &mut spoiled.v] {
+        x[64 * 8..512 * 8].fill(f32::NAN);
+    }
+    let found = spoiled.run(0.5, None, 1);
+    assert_eq!(bits(&found.o), bits(&expected.o));
+    assert_eq!(bits(&found.lse), bits(&expected.lse));
+    assert_eq!(bits(&found.dq), bits(&expected.dq));
+    assert_eq!(bits(&found.dk), bits(&expected.dk));
+    assert_eq!(bits(&found.dv), bits(&expected.dv));
+    assert!(found.dk[64 * 8..512 * 8].iter().all(|x| *x == 0.0));
+    assert!(found.dk[..64 * 8].iter().any(|x| *x != 0.0));
+    // So are those wholly before a window.
+    let d = windowed(dims([1, 64, 704, 1, 1, 8], 640, 704), 65);
+    let mut spoiled = Case::random(13, d);
+    spoiled.k[..576 * 8].fill(f32::NAN);
+    assert!(spoiled.run(0.5, None, 1).dq.iter().all(|x| x.is_finite()));
 }
 
 #[test]
@@ -498,6 +570,10 @@ fn parts_of_the_keys_merge_to_the_whole() {
     for window in [None, Some(4), Some(5)] {
         let d = with_values(dims([2, 6, 12, 2, 2, 4], 3, 10), 3);
         parts_merge(AttentionDims { window, ..d });
+        for (size, local, aligned) in [(1, 3, false), (2, 2, true), (3, 2, false)] {
+            let d = AttentionDims { window, ..d };
+            parts_merge(blocked(d, size, local, aligned));
+        }
     }
 }
 

@@ -165,6 +165,7 @@ pub fn weights(args: &ConvertArgs) -> Result<(), Failure> {
         args.output.display(),
         args.output.display()
     ))?;
+    super::say_blocks(&config)?;
     say_left_out(&imported.left_out, "the model has no such weights")
 }
 

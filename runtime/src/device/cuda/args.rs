@@ -149,6 +149,8 @@ pub(super) const SOURCES: [Source; 15] = [
 pub(super) struct Scores {
     /// Queries look back over a window.
     pub window: bool,
+    /// Queries see some blocks of keys.
+    pub blocks: bool,
     /// Scores have a cap.
     pub cap: bool,
     /// Scores fall with the distance.
@@ -164,6 +166,7 @@ impl Scores {
     fn switches(self) -> impl Iterator<Item = &'static str> {
         let all = [
             ("HAS_WINDOW", self.window),
+            ("HAS_BLOCKS", self.blocks),
             ("HAS_CAP", self.cap),
             ("HAS_SLOPES", self.slopes),
             ("HAS_VALUES", self.values),

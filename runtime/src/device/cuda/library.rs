@@ -301,9 +301,10 @@ mod tests {
         }
     }
 
-    /// An attention with every switch.
+    /// An attention with every switch that all kernels have.
     const EVERYTHING: Scores = Scores {
         window: true,
+        blocks: false,
         cap: true,
         slopes: true,
         values: true,
@@ -369,6 +370,14 @@ mod tests {
         for source in [ATTENTION, ATTENTION_TILES, ATTENTION_TILES_GRAD] {
             compile(source, &types, "sm_90").unwrap_or_else(|e| panic!("every switch: {e}"));
         }
+        let types = Types {
+            scores: Scores {
+                blocks: true,
+                ..EVERYTHING
+            },
+            ..types
+        };
+        compile(ATTENTION, &types, "sm_90").unwrap_or_else(|e| panic!("with blocks: {e}"));
         // As many functions as a chain has, some of which are written.
         let link = |function, has_two, arguments, result| {
             Some(Link {

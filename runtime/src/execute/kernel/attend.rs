@@ -140,6 +140,7 @@ impl<'a> Parts<'a> {
             k_offset: 0,
             valid_k: kl[1].valid as usize,
             window: attend.bounds.window.map(|w| w as usize),
+            blocks: attend.bounds.blocks,
         };
         let mask = Mask {
             key: Key::new(call.cx.seed, call.cx.step, attend.key),

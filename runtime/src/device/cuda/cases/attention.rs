@@ -2,7 +2,7 @@
 
 use super::{Case, whole};
 use crate::execute::Local;
-use ir::op::{Bounds, Keys, SequenceOrder};
+use ir::op::{Blocks, Bounds, Keys, SequenceOrder};
 use ir::{DType, LocalRange, OpKind};
 
 /// The subject of a case.
@@ -36,6 +36,7 @@ struct Form {
 
 const UNBOUNDED: Bounds = Bounds {
     window: None,
+    blocks: None,
     cap: None,
     alibi: false,
 };
@@ -211,7 +212,7 @@ pub(super) fn small(t: DType) -> Vec<Case> {
     cases.into_iter().flat_map(both).collect()
 }
 
-/// Windows, caps, slopes, values of another width, and gradients of the log-sum-exp. Of these each
+/// Windows, blocks, caps, slopes, values of another width, and gradients of the log-sum-exp. Of these each
 /// type has a few together, as every set of them is compiled by itself.
 fn bounded(t: DType) -> Vec<(Sizes, Form)> {
     let short = |(dim, value), others| Sizes {
@@ -238,11 +239,30 @@ fn bounded(t: DType) -> Vec<(Sizes, Form)> {
         others,
     };
     let form = |window, cap, alibi, lse_gradient| Form {
-        bounds: Bounds { window, cap, alibi },
+        bounds: Bounds {
+            window,
+            cap,
+            alibi,
+            ..UNBOUNDED
+        },
         lse_gradient,
         ..PLAIN
     };
     let is_latent = |of: Form| Form { scale: 0.2, ..of };
+    let in_blocks = |size, local, aligned, of: Form| {
+        let blocks = Blocks {
+            size,
+            local,
+            aligned,
+            first: 1,
+            last: u64::from(aligned),
+        };
+        let bounds = Bounds {
+            blocks: Some(blocks),
+            ..of.bounds
+        };
+        Form { bounds, ..of }
+    };
     match t {
         // By warps: also where sequences lie in another order, and of parts of a ring.
         DType::F32 => {
@@ -277,6 +297,14 @@ fn bounded(t: DType) -> Vec<(Sizes, Form)> {
                 (full(short(wide, 4)), zigzag(falling)),
                 (short(latent, 0), sunk),
                 (short((10, 14), 0), sunk),
+                (short(wide, 0), in_blocks(8, 3, false, PLAIN)),
+                (long(wide, 0), in_blocks(64, 2, false, PLAIN)),
+                (long(wide, 0), in_blocks(16, 5, true, capped)),
+                (full(short(wide, 0)), zigzag(in_blocks(6, 2, true, PLAIN))),
+                (
+                    shard(short(wide, 0)),
+                    ring(1, zigzag(in_blocks(3, 4, false, PLAIN))),
+                ),
                 (shard(short(latent, 0)), ring(0, sunk)),
                 (shard(short(latent, 0)), ring(1, zigzag(sunk))),
             ]
@@ -297,6 +325,7 @@ fn bounded(t: DType) -> Vec<(Sizes, Form)> {
                 (long((192, 128), 0), sunk),
                 // By warps.
                 (short((14, 10), 0), is_latent(sunk)),
+                (long((64, 64), 0), in_blocks(32, 3, true, PLAIN)),
             ]
         }
         _ => {
@@ -368,7 +397,12 @@ fn real(
 pub(super) fn timed(samples: u64, tokens: u64) -> Vec<(String, Case, f64)> {
     let (half, long) = (samples.div_ceil(2), 4 * tokens);
     let window = Some(tokens);
-    let bounds = |window, cap, alibi| Bounds { window, cap, alibi };
+    let bounds = |window, cap, alibi| Bounds {
+        window,
+        cap,
+        alibi,
+        ..UNBOUNDED
+    };
     [
         ([samples, tokens, 12, 1, 64, 64], UNBOUNDED),
         ([8 * samples, tokens, 12, 1, 64, 64], UNBOUNDED),

@@ -10,7 +10,7 @@
 // query, first stored key, chunk and ranks of the order, whether the results of an earlier part
 // are continued; from 13 on the mask of dropout: whether there is one, first sample, kv head and
 // group, lengths of queries, kv heads, groups and keys of the whole tensor, and four words of the
-// key; 25 and 26 are those of scores.cuh. f = scale of the scores, dropout probability, what keeps
+// key; 25 to 31 are those of scores.cuh. f = scale of the scores, dropout probability, what keeps
 // the mean, cap of the scores.
 
 #define LANES 32
@@ -24,7 +24,7 @@ struct Sizes {
 
     // Whether a query sees a key.
     __device__ __forceinline__ bool sees(const Args &a, i64 query, i64 key) const {
-        return key <= query && (!HAS_WINDOW || query - key < a.n[26]);
+        return key <= query && (!HAS_WINDOW || query - key < a.n[26]) && sees_block(a, query, key);
     }
     // The score of a product over this distance, and what its slope by the product is times.
     __device__ __forceinline__ float score(const Args &a, float product, i64 distance, float slope,
@@ -46,6 +46,8 @@ DEVICE Sizes sizes(const Args &a) {
                a.n[HAS_VALUES ? 25 : 4]};
     return s;
 }
+// Whether a warp may leave out 32 pairs: where blocks are seen, no lane's query sees its key.
+DEVICE bool is_unseen(bool sees) { return HAS_BLOCKS && !__any_sync(0xffffffffu, sees); }
 DEVICE i64 query_position(const Args &a, i64 i) { return position(a.n[8] + i, a.n[10], a.n[11]); }
 DEVICE i64 key_position(const Args &a, i64 j) { return position(a.n[9] + j, a.n[10], a.n[11]); }
 
@@ -105,7 +107,9 @@ KERNEL(attention) {
         const i64 j = j0 + lane;
         const i64 key = key_position(a, j);
         float score = -INFINITE, rate;
-        if (j < n_keys && s.sees(a, query, key)) {
+        const bool sees = j < n_keys && s.sees(a, query, key);
+        if (is_unseen(sees)) continue;
+        if (sees) {
             const i64 at = ((b * s.keys + j) * s.heads + kv) * s.dim;
             score = s.score(a, dot(q, row * s.dim, k, at, s.dim), query - key, slope, rate);
         }
@@ -176,7 +180,9 @@ KERNEL(attention_grad_q) {
         const i64 j = j0 + lane;
         const i64 key = key_position(a, j);
         float slope = 0.0f;
-        if (j < n_keys && s.sees(a, query, key)) {
+        const bool sees = j < n_keys && s.sees(a, query, key);
+        if (is_unseen(sees)) continue;
+        if (sees) {
             const i64 at = (b * s.keys + j) * s.heads + kv;
             float rate, product = dot(q, row * s.dim, k, at * s.dim, s.dim);
             float p = expf(s.score(a, product, query - key, falls, rate) - norm);
@@ -241,7 +247,9 @@ KERNEL(attention_grad_kv) {
             const i64 i = i0 + lane;
             const i64 query = query_position(a, i);
             float slope = 0.0f, p = 0.0f;
-            if (i < n_queries && s.sees(a, query, key)) {
+            const bool sees = i < n_queries && s.sees(a, query, key);
+            if (is_unseen(sees)) continue;
+            if (sees) {
                 const i64 of_q = ((b * s.queries + i) * s.heads + kv) * s.groups + g;
                 const float norm = lse[of_q];
                 if (norm != -INFINITE) {

@@ -2,12 +2,14 @@
 //!
 //! Tensor cores take what is in half precision, stored by position and without dropout, of heads up
 //! to 128, and up to 192 whose values are at most 128 wide (DeepSeek-V2 and V3); kernels with a warp
-//! for each row take the rest. Windows, caps, slopes and the like are switches of both.
+//! for each row take the rest. Windows, caps, slopes and the like are switches of both, patterns of
+//! blocks one of the kernels with a warp for each row.
 
 use super::super::args::{ATTENTION, ATTENTION_TILES, ATTENTION_TILES_GRAD, Call};
 use super::super::args::{Scores, Source, Span, Step, THREADS};
 use super::{Op, Part, Steps, chunks};
 use crate::error::RuntimeError;
+use ir::op::Blocks;
 use ir::{DType, OpKind};
 
 /// Warps of a block, each with a row.
@@ -16,6 +18,8 @@ const WARPS: usize = 4;
 const MOST_DIM: usize = 256;
 /// Longest keys and values of each of the kernels for tensor cores.
 const MOST_TILED: [[usize; 2]; 3] = [[64, 64], [128, 128], [192, 128]];
+/// A number of tokens that no sequence is longer than.
+const MOST_TOKENS: u64 = 1 << 40;
 /// A window that no sequence of those kernels is longer than.
 const MOST_WINDOW: u64 = 1 << 30;
 /// Most blocks along y and z.
@@ -160,12 +164,15 @@ impl Op<'_> {
             if grouped { q.lens[3] } else { 1 },
             k.lens[1],
         ];
-        // A window over the whole sequence is none.
+        // A window over the whole sequence is none, nor are local blocks.
         let window = bounds.window.filter(|w| *w < k.lens[1]);
+        let is_shorter = |b: &Blocks| b.size.saturating_mul(b.local) < k.lens[1];
+        let blocks = bounds.blocks.filter(is_shorter);
         // Gradients have one operand more where the log-sum-exp has one.
         let own = self.x.len() - usize::from(keys.continues());
         let scores = Scores {
             window: window.is_some(),
+            blocks: blocks.is_some(),
             cap: bounds.cap.is_some(),
             slopes: bounds.alibi,
             values: value != dim,
@@ -180,6 +187,7 @@ impl Op<'_> {
             .n(13, &mask.map(|n| n as i64))
             .n(21, &self.key(path))
             .n(25, &[value as i64, window as i64])
+            .n(27, &blocks.map_or([0; 5], numbers_of))
             .f(&[
                 *scale,
                 *dropout,
@@ -226,6 +234,7 @@ impl Op<'_> {
                 .iter()
                 .all(|p| p.local.dtype == dtype && p.span.at.is_multiple_of(16))
             && (order, is_continued, has_mask) == (0, 0, 0)
+            && !scores.blocks
             && dim.is_multiple_of(8)
             && value.is_multiple_of(8)
             // The longest heads are those whose values are shorter.
@@ -315,6 +324,18 @@ impl Op<'_> {
     }
 }
 
+/// A pattern of blocks as numbers 27 to 31 of `scores.cuh`.
+fn numbers_of(b: Blocks) -> [i64; 5] {
+    let tokens = |n: u64| b.size.saturating_mul(n).min(MOST_TOKENS) as i64;
+    [
+        tokens(1),
+        tokens(b.local),
+        i64::from(b.aligned),
+        tokens(b.first),
+        tokens(b.local.saturating_sub(b.last)),
+    ]
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -325,15 +346,19 @@ mod tests {
     /// The kernels, with their switches, of attention in bf16 with keys and values of these widths
     /// and this window over 300 tokens, on a GPU with so much shared memory.
     fn kernels(widths: [u64; 2], window: u64, shared: u32) -> Vec<(&'static str, Scores)> {
-        let [dim, value] = widths;
-        let of = |dtype, rest: &[u64]| Local::whole(dtype, &[&[1, 300, 2], rest].concat());
-        let [k, v] = [dim, value].map(|width| of(DType::Bf16, &[width]));
-        let [q, o] = [dim, value].map(|width| of(DType::Bf16, &[1, width]));
-        let lse = of(DType::F32, &[1]);
         let bounds = Bounds {
             window: Some(window),
             ..Bounds::default()
         };
+        bounded(widths, bounds, shared)
+    }
+
+    /// The same with these bounds.
+    fn bounded([dim, value]: [u64; 2], bounds: Bounds, shared: u32) -> Vec<(&'static str, Scores)> {
+        let of = |dtype, rest: &[u64]| Local::whole(dtype, &[&[1, 300, 2], rest].concat());
+        let [k, v] = [dim, value].map(|width| of(DType::Bf16, &[width]));
+        let [q, o] = [dim, value].map(|width| of(DType::Bf16, &[1, width]));
+        let lse = of(DType::F32, &[1]);
         let kind = OpKind::AttentionGrad {
             scale: 1.0,
             dropout: 0.0,
@@ -381,6 +406,29 @@ mod tests {
         assert_eq!(names([192, 128], 10, 99 << 10), by_warps);
         assert_eq!(names([192, 192], 10, much), by_warps);
         assert_eq!(names([14, 10], 10, much), by_warps);
+    }
+
+    #[test]
+    fn blocks_take_the_kernels_with_a_warp_for_each_row() {
+        let of = |size| {
+            let blocks = Blocks {
+                size,
+                local: 3,
+                aligned: false,
+                first: 1,
+                last: 0,
+            };
+            let bounds = Bounds {
+                blocks: Some(blocks),
+                ..Bounds::default()
+            };
+            bounded([64, 64], bounds, 99 << 10)[0]
+        };
+        assert_eq!(of(99).0, "attention_grad_q");
+        assert!(of(99).1.blocks);
+        // Where the local ones are the whole sequence, there are none.
+        assert_eq!(of(100).0, "attention_delta");
+        assert!(!of(100).1.blocks);
     }
 
     #[test]
