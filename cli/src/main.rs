@@ -38,7 +38,6 @@ use failure::{Exit, Failure};
 use std::io::{IsTerminal, Write};
 use std::num::IntErrorKind;
 use std::process::ExitCode;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A plan is millions of small vectors and maps: with the system's allocator a third of the time of
 /// planning goes into it, with this one a tenth.
@@ -63,13 +62,23 @@ fn main() -> ExitCode {
     match result {
         Ok(Ok(())) => ExitCode::SUCCESS,
         Ok(Err(failure)) => ExitCode::from(tell(failure)),
-        Err(_) if LACKS_THREADS.load(Ordering::Relaxed) => ExitCode::from(Exit::RunFailed as u8),
+        Err(panic)
+            if panic
+                .downcast_ref()
+                .is_some_and(|w: &String| lacks_threads(w)) =>
+        {
+            ExitCode::from(Exit::RunFailed as u8)
+        }
         Err(_) => ExitCode::from(Exit::Internal as u8),
     }
 }
 
-/// Whether a panic was that of a library to which the system gave no thread.
-static LACKS_THREADS: AtomicBool = AtomicBool::new(false);
+/// Whether a panic was that of a library to which the system gave no thread: the standard library and
+/// rayon know no other end then, and say so in these words alone.
+fn lacks_threads(words: &str) -> bool {
+    let of_rayon = words.contains("ThreadPoolBuildError") && words.contains("IOError");
+    words.contains("failed to spawn thread") || of_rayon
+}
 
 /// Prints a failure on standard error, and returns its exit code.
 pub(crate) fn tell(failure: failure::Failure) -> u8 {
@@ -266,18 +275,14 @@ fn dispatch(verb: Verb) -> Result<(), Failure> {
 }
 
 /// Makes panics say that they are our mistake. Those of ranks are caught by the runtime, which
-/// reports them itself. The standard library and rayon know no other end than a panic where the
-/// system gives no more threads, which is nobody's mistake.
+/// reports them itself. That the system gives no more threads is nobody's mistake.
 fn install_panic_message() {
     std::panic::set_hook(Box::new(|info| {
         let words = info.to_string();
-        let starts = ["failed to spawn thread", "ThreadPoolBuildError"];
-        if starts.iter().any(|start| words.contains(start)) {
-            if !LACKS_THREADS.swap(true, Ordering::Relaxed) {
-                say(format_args!(
-                    "the system gives this process no more threads: raise the limit of processes (`ulimit -u`, `pids.max` of its control group) or that of memory (`ulimit -v`), or start fewer ranks here\n{words}"
-                ));
-            }
+        if lacks_threads(&words) {
+            say(format_args!(
+                "the system gives this process no more threads: raise the limit of processes (`ulimit -u`, `pids.max` of its control group) or that of memory (`ulimit -v`), or start fewer ranks here\n{words}"
+            ));
             return;
         }
         say(format_args!(

@@ -157,8 +157,6 @@ fn check_name(path: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Says whether a path leads to something that is written to and cannot be replaced: a device, a
-/// pipe, a socket.
 /// Refuses a pipe as the place of a document that is written at the end of long work: whoever reads
 /// it may be gone by then, and the document with it, or may never come.
 pub fn check_no_pipe(output: &Path) -> Result<(), Failure> {
@@ -172,6 +170,8 @@ pub fn check_no_pipe(output: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
+/// Says whether a path leads to something that is written to and cannot be replaced: a device, a
+/// pipe, a socket.
 fn is_special(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|m| !m.is_file() && !m.is_dir())
 }

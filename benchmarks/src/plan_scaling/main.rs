@@ -42,7 +42,7 @@ struct Args {
 
 /// The measurements of a point.
 struct Measured {
-    /// What is changed in the series.
+    /// The value of the size that the series changes.
     size: u64,
     /// Where it is drawn.
     x: usize,

@@ -9,7 +9,7 @@ use ir::{Graph, Place, Precision, Shape, TrainSpec, ValueId};
 use serde_json::Value;
 use std::path::Path;
 
-/// What changes along a series.
+/// The size that changes along a series.
 #[derive(Clone, Copy, PartialEq)]
 enum Changes {
     /// Layers, all of one kind.

@@ -896,9 +896,9 @@ fn check_outputs(
     if let Some(file) = written.iter().find(|file| file.exists() && !may_replace) {
         return Err(outputs::kept(file));
     }
-    outputs::check_no_pipe(&args.output)?;
     written.push(&args.output);
     watch::check(args, &read, &written)?;
+    outputs::check_no_pipe(&args.output)?;
     // The records that nobody asked for end no run.
     let record = args.record.as_ref().filter(|_| !args.records_by_default);
     let folders = args.checkpoint.iter().chain(record);

@@ -8,7 +8,7 @@ use crate::software::{not_exported, whose_plan};
 use cost_model::utilisation::{peak_dtype, peak_flops_per_s, too_fast};
 use cost_model::{Routing, StepWork};
 use ir::cluster::Cluster;
-use ir::op::InputKind;
+use ir::op::{Bounds, InputKind};
 use ir::plan::{Plan, Prediction, ScheduleKind, StageProof};
 use ir::training::TrainingGraph;
 use ir::{
@@ -524,15 +524,17 @@ fn mixtures(training: &TrainingGraph) -> String {
 /// model whose attention does not.
 fn blocks_seen(plan: &Plan, training: &TrainingGraph) -> String {
     let mut lines: Vec<String> = Vec::new();
+    let mut said: Vec<Bounds> = Vec::new();
     let sequence = plan.train.sequence;
     let forward = training.graph.ops().iter().filter(|op| op.pass == Pass::F);
     for bounds in forward.filter_map(|op| op.kind.bounds()) {
-        let Some(blocks) = bounds.blocks else {
+        let Some(blocks) = bounds.blocks.filter(|_| !said.contains(&bounds)) else {
             continue;
         };
+        said.push(bounds);
         let share = 100.0 * bounds.computed_share(1, sequence, sequence);
         let line = format!(
-            "Attention: a query sees {blocks}; {share:.1}% of the scores of causal attention, so losses are other than with all\n"
+            "Attention: a query sees {blocks}; {share:.1}% of the scores of causal attention, so losses differ from those of full attention\n"
         );
         if !lines.contains(&line) {
             lines.push(line);

@@ -147,10 +147,10 @@ fn work(op: &Lengths<'_>) -> Work {
             let scores = shape.batch as f64 * shape.m as f64 * t as f64;
             let widths = d as f64 + x[2].1.last().map_or(0.0, |&v| v as f64);
             let flops = 2.0 * times * scores * widths;
-            // The last S queries see T - S/2 of the T keys each, or a window; no other S queries see
-            // more, but where blocks are seen, of which a stretch may end before. A rank of a zigzag order has early and late ones, and sees what all see on
-            // average. Of a shard that came around, some rank's queries see all where they stand by
-            // position.
+            // The last S queries see T - S/2 of the T keys each, or a window; no other S queries
+            // see more, but where blocks are seen, of which a stretch may end before. A rank of a
+            // zigzag order has early and late ones, and sees what all see on average. Of a shard
+            // that came around, some rank's queries see all where they stand by position.
             let (causal_share, counted_share) = match op.kind {
                 OpKind::Attention {
                     order,
@@ -212,8 +212,8 @@ fn gradient(arm: &mut Arm<'_>, i: usize) -> Result<Gradients, GraphError> {
             let dy = arm.only_gradient()?;
             arm.emit("x", kind, &[dy])?
         }
-        // The scores are computed again from q, k and lse. The loss may depend on lse too, as it does
-        // where an attention sink takes a share of each row.
+        // The scores are computed again from q, k and lse. The loss may depend on lse too, as it
+        // does where an attention sink takes a share of each row.
         OpKind::Attention {
             scale,
             dropout,

@@ -20,7 +20,7 @@ use std::fmt;
 use std::ops::Range;
 
 /// The blocks of keys that queries see; those behind a query are never among them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Blocks {
     /// The tokens of a block. The last block of a sequence may have fewer.

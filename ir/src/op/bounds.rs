@@ -2,12 +2,25 @@
 //! taken off them with the distance.
 
 use super::Blocks;
+use rustc_hash::FxHashMap;
 use serde::{Deserialize, Serialize};
+use std::cell::RefCell;
 use std::ops::Range;
 
 /// Fewest and most rows of queries that a kernel for blocks computes at once: those of one product of
 /// tensor cores, and those of a tile of the usual kernels.
 const KERNEL_ROWS: [u64; 2] = [16, 128];
+
+/// Rows that are counted faster than they are looked up, and the most results that a thread keeps.
+const FEW_ROWS: u64 = 32;
+const MOST_KNOWN: usize = 1 << 12;
+
+/// All that [`Bounds::computed`] depends on: window, blocks, rows, the first query, queries, and keys.
+type Asked = (Option<u64>, Option<Blocks>, [u64; 5]);
+
+thread_local! {
+    static COMPUTED: RefCell<FxHashMap<Asked, f64>> = RefCell::default();
+}
 
 /// Bounds of the scores of an attention; none by default.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
@@ -99,7 +112,25 @@ impl Bounds {
 
     /// Scores of so many queries, from the token `first` on, with some keys, in rows of queries that
     /// are computed at once: a score that one of these has is computed for all.
+    ///
+    /// It takes time in proportion to the rows, and is asked for the same tensors in every layer and
+    /// of every candidate of a search: long ones are kept.
     fn computed(&self, rows: u64, first: u64, queries: u64, keys: &Range<u64>) -> f64 {
+        if queries / rows.max(1) < FEW_ROWS {
+            return self.computed_anew(rows, first, queries, keys);
+        }
+        let asked = [rows, first, queries, keys.start, keys.end];
+        let asked = (self.window, self.blocks, asked);
+        COMPUTED.with_borrow_mut(|known| {
+            if known.len() >= MOST_KNOWN {
+                known.clear();
+            }
+            let anew = || self.computed_anew(rows, first, queries, keys);
+            *known.entry(asked).or_insert_with(anew)
+        })
+    }
+
+    fn computed_anew(&self, rows: u64, first: u64, queries: u64, keys: &Range<u64>) -> f64 {
         let starts = (0..queries).step_by(rows.max(1) as usize);
         let of_rows = |start: u64| {
             let n = rows.max(1).min(queries - start);

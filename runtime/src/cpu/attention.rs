@@ -14,9 +14,9 @@
 //!
 //! Only the scores of [`BLOCK`] rows of one head exist at a time, up to the last key the block
 //! sees, and where there is a window or a pattern of blocks, those with tiles of [`TILE`] keys of
-//! which some row sees one: the others are not computed. The backward pass recomputes the probabilities from `lse`, as in FlashAttention (Dao et
-//! al. 2022); with `delta_i = <do_i, o_i> - dlse_i`, as `p_ij` is the derivative of `lse_i` by
-//! `s_ij`,
+//! which some row sees one: the others are not computed. The backward pass recomputes the
+//! probabilities from `lse`, as in FlashAttention (Dao et al. 2022); with `delta_i = <do_i, o_i> -
+//! dlse_i`, as `p_ij` is the derivative of `lse_i` by `s_ij`,
 //!
 //! ```text
 //!   p_ij = exp(s_ij - lse_i)          ds_ij = p_ij * (drop_ij * <do_i, v_j> - delta_i)
@@ -27,10 +27,11 @@
 //!
 //! A row's maximum and sum run over its own visible keys and the products sum keys from 0 on, with
 //! exact zeros after the last visible one, so `o`, `lse` and `dq` of a row depend neither on the
-//! block that it is in nor on how S is split. With tiles each tile is a sum of its own, and the sums
-//! are added in order, so that one that is left out was a zero. `dk` and `dv` are summed over groups and rows:
-//! splits of B and K leave their bits alone, splits of S and G make partial sums of them. Keys
-//! and values must be finite up to the last key a block sees, as zero times infinity is no zero.
+//! block that it is in nor on how S is split. With tiles each tile is a sum of its own, and the
+//! sums are added in order, so that one that is left out was a zero. `dk` and `dv` are summed over
+//! groups and rows: splits of B and K leave their bits alone, splits of S and G make partial sums
+//! of them. Keys and values must be finite up to the last key a block sees, as zero times infinity
+//! is no zero.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -45,8 +46,8 @@ use std::ops::Range;
 /// Query rows in a block: one row block of the product kernels.
 pub const BLOCK: usize = 64;
 
-/// Keys of a tile, which is computed whole or not at all: few, so that blocks of 64 tokens, which are
-/// common, are computed exactly.
+/// Keys of a tile, which is computed whole or not at all: few, so that blocks of 64 tokens, which
+/// are common, are computed exactly.
 const TILE: usize = 64;
 
 /// Extents of an attention, and where its queries stand.
@@ -337,8 +338,8 @@ impl Block {
         })
     }
 
-    /// The parts in which sums over keys are made, with their columns: one where all keys are seen up
-    /// to the last, else tiles.
+    /// The parts in which sums over keys are made, with their columns: one where all keys are seen
+    /// up to the last, else tiles.
     fn parts(&self, is_bounded: bool) -> Vec<(Range<usize>, Range<usize>)> {
         if !is_bounded {
             return self.columns().collect();
@@ -355,18 +356,22 @@ impl Block {
 
     /// The columns of some of the block's keys.
     fn columns_of(&self, seen: &[Range<usize>]) -> Vec<Range<usize>> {
-        let column = |keys: &Range<usize>| {
-            let (run, columns) = (self.columns())
-                .find(|(run, _)| run.start <= keys.start && keys.end <= run.end)
+        // Both are in order.
+        let mut all = self.columns().peekable();
+        let mut column = |keys: &Range<usize>| {
+            while all.next_if(|(run, _)| run.end < keys.end).is_some() {}
+            let (run, columns) = all
+                .peek()
+                .filter(|(run, _)| run.start <= keys.start && keys.end <= run.end)
                 .expect("a block has the keys that its rows see");
             let at = keys.start - run.start + columns.start;
             at..at + keys.len()
         };
-        seen.iter().map(column).collect()
+        seen.iter().map(&mut column).collect()
     }
 
-    /// Calls `f` with what `rows` of scores and the like have of the keys that one row sees, `seen`, and
-    /// makes the rest of them zero.
+    /// Calls `f` with what `rows` of scores and the like have of the keys that one row sees,
+    /// `seen`, and makes the rest of them zero.
     fn each_seen<const N: usize>(
         &self,
         seen: &[Range<usize>],
@@ -599,8 +604,8 @@ impl Head {
         attention.slopes.map_or(0.0, |slopes| slopes[head])
     }
 
-    /// Takes off the scores of query row `i` of a group, of the keys that it sees, what the distance
-    /// costs.
+    /// Takes off the scores of query row `i` of a group, of the keys that it sees, what the
+    /// distance costs.
     fn tilt(
         &self,
         attention: &Attention<'_>,
@@ -613,12 +618,18 @@ impl Head {
             return;
         }
         let slope = self.slope(attention, g);
-        for (j, score) in seen.iter().cloned().flatten().zip(scores) {
-            *score -= slope * self.dims.distance(i, j);
+        let mut rest = scores;
+        for keys in seen {
+            let (run, others) = std::mem::take(&mut rest).split_at_mut(keys.len());
+            for (j, score) in keys.clone().zip(run) {
+                *score -= slope * self.dims.distance(i, j);
+            }
+            rest = others;
         }
     }
 
-    /// Multiplies the weights of query row `i` of a group, of the keys that it sees, by the dropout.
+    /// Multiplies the weights of query row `i` of a group, of the keys that it sees, by the
+    /// dropout.
     fn drop(
         &self,
         attention: &Attention<'_>,
@@ -659,8 +670,8 @@ impl Head {
         (attention.q, attention.k, self.dims.head_dim)
     }
 
-    /// `out[rows, keys]`: products of the block's rows of `a` (by query) with its rows of `b` (by key),
-    /// both of `width` elements.
+    /// `out[rows, keys]`: products of the block's rows of `a` (by query) with its rows of `b` (by
+    /// key), both of `width` elements.
     fn row_products(
         &self,
         block: &Block,
@@ -687,8 +698,8 @@ impl Head {
         }
     }
 
-    /// `out[rows, width]`: sums over the block's keys of `weights` `[rows, keys]` times rows of `b`, by
-    /// key, with rows of `out` so many elements apart.
+    /// `out[rows, width]`: sums over the block's keys of `weights` `[rows, keys]` times rows of
+    /// `b`, by key, with rows of `out` so many elements apart.
     fn sums_of_rows(
         &self,
         block: &Block,

@@ -4,7 +4,7 @@
 use rustix::fs::OFlags;
 use std::fs::File;
 use std::io::{self, ErrorKind, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -22,6 +22,8 @@ pub struct Appender {
     len: Option<u64>,
     waiting: Vec<u8>,
     is_failing: bool,
+    /// Whether it is because whoever reads a pipe stands still.
+    is_unread: bool,
     has_lost: bool,
 }
 
@@ -38,10 +40,9 @@ impl Appender {
             true => {
                 let at_once = OFlags::NONBLOCK.bits().cast_signed();
                 let opened = options.write(true).custom_flags(at_once).open(path);
-                let is_unread = |e: &io::Error| {
-                    e.raw_os_error() == Some(rustix::io::Errno::NXIO.raw_os_error())
-                };
-                opened.map_err(|e| match is_unread(&e) {
+                let is_pipe = std::fs::metadata(path).is_ok_and(|m| m.file_type().is_fifo());
+                let nobody = Some(rustix::io::Errno::NXIO.raw_os_error());
+                opened.map_err(|e| match is_pipe && e.raw_os_error() == nobody {
                     true => io::Error::other("it is a pipe from which nobody reads"),
                     false => e,
                 })?
@@ -57,6 +58,7 @@ impl Appender {
             len: (!is_special).then_some(len),
             waiting: Vec::new(),
             is_failing: false,
+            is_unread: false,
             has_lost: false,
         })
     }
@@ -96,6 +98,7 @@ impl Appender {
                 }
             }
             Err(e) => {
+                self.is_unread = e.kind() == ErrorKind::WouldBlock;
                 // What a torn write left goes, so that the next one begins on a line of its own.
                 if let Some(len) = self.len {
                     let _ = self.file.set_len(len);
@@ -114,7 +117,7 @@ impl Appender {
         let until = Instant::now() + TO_READ;
         self.try_all();
         // A reader may be slower than the run.
-        while self.len.is_none() && self.is_failing && Instant::now() < until {
+        while self.is_failing && self.is_unread && Instant::now() < until {
             std::thread::sleep(LOOK);
             self.try_all();
         }
@@ -139,7 +142,7 @@ fn write_some(pipe: &mut File, waiting: &mut Vec<u8>) -> io::Result<()> {
             Ok(n) => drop(waiting.drain(..n)),
             Err(e) if e.kind() == ErrorKind::Interrupted => {}
             Err(e) if e.kind() == ErrorKind::WouldBlock => {
-                return Err(io::Error::other("whoever reads it stands still"));
+                return Err(io::Error::new(e.kind(), "whoever reads it stands still"));
             }
             Err(e) => return Err(e),
         }

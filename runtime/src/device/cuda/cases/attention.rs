@@ -129,10 +129,10 @@ fn both(t: DType, sizes: Sizes, form: Form) -> [Case; 2] {
 }
 
 /// All keys by position and in zigzag order, with dropout, and parts of a ring: by warps. Heads of
-/// 64 elements and of 72 and 128 are for tensor cores in half precision, the latter by the larger of
-/// two kernels: short sequences, then ones with several tiles of queries and of keys of which some
-/// are seen whole, some by a part of the queries and some by none, with sequences that do not begin
-/// at a tile's first row and end within one.
+/// 64 elements and of 72 and 128 are for tensor cores in half precision, the latter by the larger
+/// of two kernels: short sequences, then ones with several tiles of queries and of keys of which
+/// some are seen whole, some by a part of the queries and some by none, with sequences that do not
+/// begin at a tile's first row and end within one.
 pub(super) fn small(t: DType) -> Vec<Case> {
     let zigzag = SequenceOrder::Zigzag { ranks: 2 };
     let step = |step| Keys::Ring { step, ranks: 2 };
@@ -212,8 +212,8 @@ pub(super) fn small(t: DType) -> Vec<Case> {
     cases.into_iter().flat_map(both).collect()
 }
 
-/// Windows, blocks, caps, slopes, values of another width, and gradients of the log-sum-exp. Of these each
-/// type has a few together, as every set of them is compiled by itself.
+/// Windows, blocks, caps, slopes, values of another width, and gradients of the log-sum-exp. Of
+/// these each type has a few together, as every set of them is compiled by itself.
 fn bounded(t: DType) -> Vec<(Sizes, Form)> {
     let short = |(dim, value), others| Sizes {
         samples: 2,
@@ -390,8 +390,8 @@ fn real(
     ]
 }
 
-/// Cases that are timed, of a step of so many samples of so many tokens. Where it has 8 samples of 1024
-/// tokens, these are attentions of the steps that are measured: GPT-2 124M's, and those of
+/// Cases that are timed, of a step of so many samples of so many tokens. Where it has 8 samples of
+/// 1024 tokens, these are attentions of the steps that are measured: GPT-2 124M's, and those of
 /// Llama-like models with as many heads of keys as of queries and with half of them. Then ones with
 /// bounds: a window and capped scores, slopes, and values narrower than keys.
 pub(super) fn timed(samples: u64, tokens: u64) -> Vec<(String, Case, f64)> {
