@@ -155,10 +155,10 @@ fn measure(series: &Series, size: u64, point: &Point) -> Result<Measured, String
     let distinct = kinds.collect::<HashSet<String>>().len();
     Ok(Measured {
         size,
-        x: series
-            .counts_ops()
-            .then_some(distinct)
-            .unwrap_or(size as usize),
+        x: match series.counts_ops() {
+            true => distinct,
+            false => size as usize,
+        },
         layers: forward.layers.len(),
         ops: forward.ops().len(),
         distinct,
