@@ -639,6 +639,10 @@ pub struct RunArgs {
     /// --backend cuda.
     #[arg(long)]
     pub tf32: bool,
+    /// Execute a plan for other GPUs than this host has, which is refused otherwise; with --backend
+    /// cuda.
+    #[arg(long)]
+    pub on_other_gpus: bool,
     /// How ranks on GPUs meet; with --backend cuda [default: nccl where it is found and every rank
     /// has a GPU, else host].
     #[arg(long, value_enum)]

@@ -31,6 +31,14 @@ pub fn say_last(words: String) {
     let _ = told.recv_timeout(TO_SAY);
 }
 
+/// Held while the words of a first interrupt are said.
+static SPEAKS: Mutex<()> = Mutex::new(());
+
+/// Waits until the words of an interrupt are said, as the process is about to end.
+pub fn wait_for_words() {
+    drop(lock(&SPEAKS));
+}
+
 /// The words for the first interrupt of what then ends with what there is.
 fn ending(doing: &str) -> String {
     format!("interrupted: {doing}; interrupt again to end at once")
@@ -200,14 +208,15 @@ impl Interrupts {
             }
             (_, Some(since)) if now - since >= SAME => self.end_at_once(),
             (Phase::IsLooked | Phase::Ends(_), None) => {
+                // Who hears the words may count on what they say; this process ends after them.
+                let _said_first = lock(&SPEAKS);
+                self.0.is_asked.store(true, Ordering::Relaxed);
                 if let Phase::Ends(doing) = phase
                     && !is_warning
                 {
-                    // Before the run may end and this process with it, but the next interrupt is
-                    // heard soon, whoever listens to this.
+                    // The next interrupt is heard soon, whoever listens to this.
                     say_last(ending(doing));
                 }
-                self.0.is_asked.store(true, Ordering::Relaxed);
             }
             (Phase::IsOthers, None) => {
                 self.0.is_asked.store(true, Ordering::Relaxed);

@@ -59,6 +59,7 @@ fn main() -> ExitCode {
     set_error_style();
     // The hook reports a panic on the way; only the exit code is set here.
     let result = std::panic::catch_unwind(|| dispatch(cli.verb));
+    interrupt::wait_for_words();
     match result {
         Ok(Ok(())) => ExitCode::SUCCESS,
         Ok(Err(failure)) => ExitCode::from(tell(failure)),

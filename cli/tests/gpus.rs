@@ -98,6 +98,27 @@ fn a_plan_runs_on_the_emulated_gpu_as_on_processors() {
         .says(&["4 ranks of the plan on GPU 0 need", "it has 95.37 MiB free"]);
 }
 
+/// As where a scheduler has put a job on the wrong hosts: that is found before it begins.
+#[test]
+fn a_plan_for_other_gpus_is_refused_unless_it_is_asked_for() {
+    let Some(folder) = support::emulator() else {
+        return;
+    };
+    let place = Place::new();
+    let compile = ["compile", "config.json", "--cluster", "h100-sxm*1"];
+    let more = ["--global-batch", "2", "--precision", "f32"];
+    place.run(&[&compile[..], &more].concat()).expect(0);
+    let library = [("LD_LIBRARY_PATH", &*folder.to_string_lossy())];
+    let refused = place.run_with(&arguments(), &library).expect(6);
+    let differs = ["is for NVIDIA H100", "Emulated GPU, is another one: it has"];
+    refused.says(&differs).says(&["--on-other-gpus"]);
+    assert!(!place.exists("run.json"));
+    let asked = [&arguments()[..], &["--on-other-gpus"]].concat();
+    let done = place.run_with(&asked, &library).expect(0).says(&differs);
+    done.says(&["warning: ", "do not apply"]);
+    assert!(place.exists("run.json"));
+}
+
 #[test]
 fn ranks_with_a_gpu_each_meet_by_nccl() {
     let Some(folder) = support::emulator() else {
@@ -251,6 +272,7 @@ fn flags_of_gpus_are_for_gpus() {
     for flag in [
         &["--matmuls", "tuned"][..],
         &["--tf32"][..],
+        &["--on-other-gpus"][..],
         &["--fabric", "host"][..],
     ] {
         let arguments = [&arguments()[..6], flag].concat();

@@ -319,6 +319,64 @@ fn hosts_with_addresses_of_their_own_train_as_one() {
     assert!(longer[0].1 > 0.02, "{longer:?}");
 }
 
+/// Whether something crosses from one of the four hosts to another: from stage to stage, or over
+/// the data ranks. Tensor ranks are within.
+fn crosses_hosts(what: &str) -> bool {
+    let calls = [
+        "send  recv ",
+        "all_reduce grad.",
+        "all_reduce accumulate.",
+        "all_reduce nll_sum",
+        "world_sum ",
+    ];
+    calls.iter().any(|call| what.starts_with(call))
+}
+
+/// The same by MPI, with the binary built for it, whose path `MESHWRIGHT_MPI` is: the library
+/// chooses how messages go, and a late link and a slow one show all the same.
+#[test]
+fn late_and_slow_links_show_by_mpi() {
+    let Some(binary) = std::env::var_os("MESHWRIGHT_MPI") else {
+        eprintln!("skipped: MESHWRIGHT_MPI names no binary built with MPI");
+        return;
+    };
+    let binary = binary.to_str().unwrap();
+    let Some((place, alone)) = four_hosts() else {
+        return;
+    };
+    let run = |variables: &[(&str, &str)]| {
+        let mpi = ["mpirun", binary];
+        let args = ["--steps", "4", "--mpi", "-o", "apart.json"];
+        let args = [&mpi[..], &RUN, &args].concat();
+        let output = on_four_hosts(&place, &args, variables).unwrap();
+        if output.status.code() == Some(NO_DEVICE) {
+            println!("skipped: /dev/net/tun cannot be used here");
+            return None;
+        }
+        assert!(output.status.success(), "{}", said(&output));
+        assert_eq!(steps(&place, "apart.json"), alone);
+        Some(waits(&place, "apart.json"))
+    };
+    let before = run(&[]).unwrap();
+    let slow = run(&[("SLOW", "3"), ("RATE", "2mbit")]).unwrap();
+    let longer_when_slow = longer(&slow, &before);
+    let (what, seconds) = &longer_when_slow[0];
+    assert!(what.starts_with("send  recv "), "{longer_when_slow:?}");
+    assert!(*seconds > 0.02, "{longer_when_slow:?}");
+    let netem = support::built(&place, "netem.c", "netem", &[]);
+    let late = [
+        ("NETEM", netem.to_str().unwrap()),
+        ("FAULTS", "delay_ms=100"),
+    ];
+    let Some(late) = run(&late) else {
+        return;
+    };
+    let longer_when_late = longer(&late, &before);
+    let (what, seconds) = &longer_when_late[0];
+    assert!(crosses_hosts(what), "{longer_when_late:?}");
+    assert!(*seconds > 0.09, "{longer_when_late:?}");
+}
+
 /// The link of a host is down for two seconds, as where somebody takes its plug out: TCP sends
 /// again what was on its way, and the run goes on to the same bits.
 #[test]
@@ -420,16 +478,7 @@ fn hosts_that_are_far_away_meet_in_a_few_round_trips() {
     // What grows most is what crosses: from stage to stage, or over the data ranks.
     let longer = longer(&waits(&place, "apart.json"), &before);
     let (what, seconds) = &longer[0];
-    let crosses = [
-        "send  recv ",
-        "all_reduce grad.",
-        "all_reduce accumulate.",
-        "world_sum ",
-    ];
-    assert!(
-        crosses.iter().any(|call| what.starts_with(call)),
-        "{longer:?}"
-    );
+    assert!(crosses_hosts(what), "{longer:?}");
     assert!(*seconds > 0.19, "{longer:?}");
 }
 
@@ -474,6 +523,73 @@ fn hosts_with_gpus_meet_by_nccl() {
     ];
     run_on_four(&place, &["--backend", "cuda", "--fabric", "nccl"], &gpus);
     near(&steps(&place, "apart.json"), &alone);
+}
+
+/// The instructions that took longest beside their prediction, by `compare`, and by how many seconds
+/// of a step.
+fn over(place: &Place, run: &str) -> Vec<(String, f64)> {
+    let done = place
+        .run(&["compare", "plan.json", run, "--json"])
+        .expect(0);
+    let said = done.json();
+    let worst = said["comparison"]["worst"].as_array().unwrap().iter();
+    worst
+        .map(|w| {
+            let over_s = -w["error_s"].as_f64().unwrap();
+            (w["what"].as_str().unwrap().into(), over_s)
+        })
+        .collect()
+}
+
+/// A late and a slow network between hosts whose GPUs meet by NCCL: `compare` names what crosses it
+/// before all else.
+#[test]
+fn late_and_slow_links_show_by_nccl() {
+    let Some(folder) = support::emulator() else {
+        return;
+    };
+    let Some((place, _)) = four_hosts() else {
+        return;
+    };
+    let compile = ["compile", "config.json", "--cluster"];
+    let cluster = ["h100-sxm*2+nvlink4+infiniband-ndr*4", "--precision", "f32"];
+    let batch = ["--global-batch", "4"];
+    let pins = [
+        "--pin",
+        "data=2",
+        "--pin",
+        "pipeline=2",
+        "--pin",
+        "tensor=2",
+    ];
+    place
+        .run(&[&compile[..], &cluster, &batch, &pins].concat())
+        .expect(0);
+    // The emulator's libraries are no GPUs to `compare`; these ones are to be.
+    let as_gpus = |link: &str| {
+        let gpus = [
+            ("LD_LIBRARY_PATH", &*folder.to_string_lossy()),
+            ("MESHWRIGHT_EMULATOR_GPUS", "2"),
+            ("MESHWRIGHT_EMULATOR_LINK", link),
+        ];
+        let backend = ["--backend", "cuda", "--fabric", "nccl", "--on-other-gpus"];
+        run_on_four(&place, &backend, &gpus);
+        let text = String::from_utf8(place.read("apart.json")).unwrap();
+        assert!(text.contains("\"cuda-emulated\""), "{text}");
+        place.write("gpus.json", text.replace("\"cuda-emulated\"", "\"cuda\""));
+        (steps(&place, "gpus.json"), over(&place, "gpus.json"))
+    };
+    let (undisturbed, before) = as_gpus("");
+    for link in ["late=300000us", "rate=1Mbit"] {
+        let (figures, disturbed) = as_gpus(link);
+        near(&figures, &undisturbed);
+        let longer = longer(&disturbed, &before);
+        let (what, seconds) = &longer[0];
+        assert!(crosses_hosts(what), "{link}: {longer:?}");
+        assert!(*seconds > 0.25, "{link}: {longer:?}");
+        // Without a run to compare with, too.
+        assert!(crosses_hosts(&disturbed[0].0), "{link}: {disturbed:?}");
+    }
 }
 
 /// Figures of steps within 1e-5.

@@ -136,7 +136,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         BackendArg::Cuda => has_gpus(args, &loaded, &setting)?,
     }
     plan_file::check_program(&loaded)?;
-    other_devices::warn(args.backend, &loaded.plan.cluster);
+    other_devices::check(args, &loaded.plan.cluster)?;
     let chosen = fabric::chosen(args, &loaded, &setting)?;
     folder::take_asked(args, &interrupts)?;
     let first = resume.as_ref().map_or(0, |c| c.step());
@@ -513,6 +513,7 @@ fn check_backend(args: &RunArgs) -> Result<(), Failure> {
         ("matmuls", "multiply matrices", args.matmuls.is_some()),
         ("tf32", "multiply matrices", args.tf32),
         ("fabric", "meet", args.fabric.is_some()),
+        ("on-other-gpus", "may differ", args.on_other_gpus),
     ];
     let given = given.into_iter().find(|(.., is_given)| *is_given);
     match (args.backend, given) {

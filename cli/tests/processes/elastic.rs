@@ -251,7 +251,7 @@ fn an_elastic_run_of_gpus_goes_on_with_those_that_are_left() {
     place.run(&[&compile[..], &of, &pins].concat()).expect(0);
     let more = ["--steps", "40", "--processes", "--elastic", "-o", "e.json"];
     let state = ["--checkpoint", "state", "--checkpoint-every", "2"];
-    let gpus = ["--backend", "cuda"];
+    let gpus = ["--backend", "cuda", "--on-other-gpus"];
     let child = command(&place, &[&RUN[..], &more, &state, &gpus].concat())
         .env("LD_LIBRARY_PATH", folder)
         .env("MESHWRIGHT_EMULATOR_GPUS", "2")

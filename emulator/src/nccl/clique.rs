@@ -246,6 +246,7 @@ mod tests {
     use super::*;
     use crate::link::Driver;
     use std::os::fd::AsRawFd;
+    use std::sync::OnceLock;
     use std::sync::atomic::AtomicBool;
 
     /// A device whose addresses are the host's.
@@ -307,6 +308,7 @@ mod tests {
             rank,
             is_aborted: Arc::default(),
             is_over: AtomicBool::new(false),
+            due: OnceLock::new(),
         }
     }
 

@@ -30,7 +30,7 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::UNIX_EPOCH;
 use task::{Part, Task};
 use types::{Reduction, Type};
@@ -346,6 +346,7 @@ fn launch(parts: Vec<Grouped>) -> Status {
             rank: comm.rank,
             is_aborted: Arc::clone(&comm.is_aborted),
             is_over: AtomicBool::new(false),
+            due: OnceLock::new(),
         };
         comm.pending.push((stream, Arc::new(task)));
         if !comms.contains(&at) {

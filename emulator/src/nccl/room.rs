@@ -64,6 +64,10 @@ impl Gpu {
         let host = std::fs::metadata("/proc/self/ns/net").map_or(0, |network| network.ino());
         Gpu { host, nth }
     }
+    /// Whether it is one of another host's.
+    pub fn is_apart(&self, other: &Gpu) -> bool {
+        self.host != other.host
+    }
 }
 
 /// The state of a communicator of all ranks and of those that are split from it.
@@ -174,6 +178,26 @@ impl State {
 }
 
 impl State {
+    /// The most bytes of a call's parts that go from one host to another; none where all members
+    /// are on one.
+    pub fn crossing(&self, parts: &[Part]) -> Option<usize> {
+        let are_apart = |members: &[usize]| {
+            let mut gpus = members.iter().filter_map(|m| self.joined[*m]);
+            let first = gpus.next();
+            first.is_some_and(|first| gpus.any(|gpu| gpu.is_apart(&first)))
+        };
+        let all: Vec<usize> = (0..self.joined.len()).collect();
+        let crossing = parts.iter().filter_map(|part| match part {
+            Part::Collective(_, call, _) => {
+                let [from, to] = call.sizes(all.len());
+                are_apart(&all).then_some(from.max(to))
+            }
+            Part::Message(at, _, (_, count, of)) => {
+                are_apart(&[at.0, at.1]).then_some(count * of.bytes())
+            }
+        });
+        crossing.reduce(|a, b| a + b)
+    }
     /// Whether a task waits for a member to come, or to be there with its operand.
     pub fn waits(&self, parts: &[Part], member: usize, to_be_there: bool) -> bool {
         parts.iter().any(|part| match part {

@@ -8,8 +8,9 @@ use super::clique::Clique;
 use super::room::{Call, Kind, State};
 use super::types::{Type, reduce};
 use crate::link::Driver;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 /// A part of a task.
 #[derive(Clone, Debug)]
@@ -31,6 +32,56 @@ pub struct Task {
     /// Set when the member's communicator is aborted: then there is nothing to do.
     pub is_aborted: Arc<AtomicBool>,
     pub is_over: AtomicBool,
+    /// When what comes from other hosts is there, once it is known.
+    pub due: OnceLock<Option<Instant>>,
+}
+
+/// The network between hosts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Network {
+    /// How late all is that goes over it.
+    late: Duration,
+    /// Bits that it takes in a second; infinite where it takes no time.
+    bits_per_s: f64,
+}
+
+impl Network {
+    /// As `$MESHWRIGHT_EMULATOR_LINK` says, such as `late=20000us rate=8Mbit`: at once where it is
+    /// empty, or says nothing of one of them.
+    fn named(words: &str) -> Result<Self, String> {
+        let mut network = Network {
+            late: Duration::ZERO,
+            bits_per_s: f64::INFINITY,
+        };
+        for word in words.split_whitespace() {
+            let late = word
+                .strip_prefix("late=")
+                .and_then(|w| w.strip_suffix("us"));
+            let rate = word
+                .strip_prefix("rate=")
+                .and_then(|w| w.strip_suffix("Mbit"));
+            match (late.map(str::parse), rate.map(str::parse::<f64>)) {
+                (Some(Ok(us)), _) => network.late = Duration::from_micros(us),
+                (_, Some(Ok(mbit))) if mbit > 0.0 => network.bits_per_s = 1e6 * mbit,
+                _ => {
+                    return Err(format!(
+                        "MESHWRIGHT_EMULATOR_LINK says `{word}`, not `late=20000us` or `rate=8Mbit`"
+                    ));
+                }
+            }
+        }
+        Ok(network)
+    }
+    fn here() -> Result<Self, String> {
+        static HERE: OnceLock<Result<Network, String>> = OnceLock::new();
+        let words = || std::env::var("MESHWRIGHT_EMULATOR_LINK").unwrap_or_default();
+        HERE.get_or_init(|| Network::named(&words())).clone()
+    }
+    fn takes(&self, bytes: usize) -> Duration {
+        let seconds = 8.0 * bytes as f64 / self.bits_per_s;
+        // A rate close to zero.
+        self.late + Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX / 2)
+    }
 }
 
 impl Task {
@@ -43,6 +94,7 @@ impl Task {
         if self.is_aborted() {
             return Ok(());
         }
+        Network::here()?;
         let room = &self.clique.room;
         for part in &self.parts {
             match part {
@@ -97,7 +149,20 @@ impl Task {
                 }
             })
         };
-        self.is_aborted() || self.clique.look(all_there).unwrap_or(true)
+        self.is_aborted()
+            || self
+                .clique
+                .look(all_there)
+                .map_or(true, |there| there && self.has_come())
+    }
+
+    /// Whether what comes from other hosts, which all have sent, is here.
+    fn has_come(&self) -> bool {
+        let due = self.due.get_or_init(|| {
+            let bytes = self.clique.look(|s| s.crossing(&self.parts)).ok()??;
+            Instant::now().checked_add(Network::here().ok()?.takes(bytes))
+        });
+        due.is_none_or(|due| Instant::now() >= due)
     }
 
     /// Makes this member's results.
@@ -219,4 +284,21 @@ fn write(driver: Driver, at: u64, bytes: &[u8], what: impl Fn() -> String) -> Re
     // SAFETY: as in `read`.
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_network_is_late_and_narrow_as_its_words_say() {
+        let takes = |words: &str, bytes| Network::named(words).map(|n| n.takes(bytes));
+        assert_eq!(takes("", 1 << 30), Ok(Duration::ZERO));
+        assert_eq!(takes("late=20000us", 5), Ok(Duration::from_millis(20)));
+        let both = takes("rate=8Mbit late=1000us", 2_000_000);
+        assert_eq!(both, Ok(Duration::from_millis(2001)));
+        for wrong in ["late=20ms", "rate=0Mbit", "rate=-1Mbit", "slow", "late=us"] {
+            assert!(takes(wrong, 1).is_err_and(|e| e.contains(wrong)), "{wrong}");
+        }
+    }
 }

@@ -1,7 +1,8 @@
 //! A plan that is executed on other devices than those that it was made for.
 
-use crate::args::BackendArg;
+use crate::args::{BackendArg, RunArgs};
 use crate::cluster::{self, PLAN_FOR_THIS_MACHINE};
+use crate::failure::{Exit, Failure};
 use ir::cluster::{Cluster, Device};
 use ir::{Bytes, counted};
 use runtime::device::cuda::{self, Facts};
@@ -10,11 +11,19 @@ use runtime::device::cuda::{self, Facts};
 /// some of it for themselves, and makers round.
 const OTHER_MEMORY: f64 = 0.1;
 
-/// Warns where the plan was made for other devices than those that run it, and says how they
-/// differ. It is no error: what is computed is the same.
-pub fn warn(backend: BackendArg, cluster: &Cluster) {
-    let words = match backend {
-        BackendArg::Cuda => cuda::facts(0).ok().and_then(|gpu| of_gpu(cluster, &gpu)),
+/// Looks whether the plan was made for other devices than those that run it.
+///
+/// What is computed is the same, so ranks of the CPU are warned alone: nobody takes them for the
+/// GPUs of a plan. GPUs of another kind are refused, unless they are asked for: a job that a
+/// scheduler has put on the wrong hosts would go on for days, with figures that are none of its
+/// plan's.
+pub fn check(args: &RunArgs, cluster: &Cluster) -> Result<(), Failure> {
+    let words = match args.backend {
+        BackendArg::Cuda => match cuda::facts(0) {
+            Ok(gpu) => of_gpu(cluster, &gpu, args.on_other_gpus)?,
+            // Without one the run ends in words of its own.
+            Err(_) => None,
+        },
         BackendArg::Cpu if cluster::is_of_cpu_ranks(cluster) => None,
         BackendArg::Cpu => Some(format!(
             "this plan is for {} of {} and is now executed on CPU threads of this machine. Losses are what they would be there; the plan's predictions of time, rates and memory do not apply here. Instead: {PLAN_FOR_THIS_MACHINE}.",
@@ -24,26 +33,37 @@ pub fn warn(backend: BackendArg, cluster: &Cluster) {
     if let Some(words) = words {
         crate::say(format_args!("warning: {words}"));
     }
+    Ok(())
 }
 
-fn of_gpu(cluster: &Cluster, gpu: &Facts) -> Option<String> {
+/// The warning for a GPU that is to execute a plan for this cluster.
+fn of_gpu(cluster: &Cluster, gpu: &Facts, is_asked: bool) -> Result<Option<String>, Failure> {
     let planned = &cluster.device;
     if cluster::is_of_cpu_ranks(cluster) {
-        return Some(format!(
+        return Ok(Some(format!(
             "this plan is for {} and is now executed on {}. Its predictions of time, rates and memory do not apply there.",
             cluster.name, gpu.name
-        ));
+        )));
     }
     let differs = differences(planned, gpu);
-    (!differs.is_empty()).then(|| {
-        format!(
-            "this plan is for {} of {}, and GPU 0 of this host, {}, is another one: {}. What is computed is the same; the plan's predictions of time and rates do not apply to it.",
-            planned.name,
-            cluster.name,
-            gpu.name,
-            differs.join("; ")
-        )
-    })
+    if differs.is_empty() {
+        return Ok(None);
+    }
+    let words = format!(
+        "this plan is for {} of {}, and GPU 0 of this host, {}, is another one: {}.",
+        planned.name,
+        cluster.name,
+        gpu.name,
+        differs.join("; ")
+    );
+    match is_asked {
+        true => Ok(Some(format!(
+            "{words} What is computed is the same; the plan's predictions of time and rates do not apply to it."
+        ))),
+        false => Err(Failure::new(Exit::RunFailed, words).help(
+            "run the plan where its GPUs are, or compile one for these; to execute this one on them all the same, add --on-other-gpus",
+        )),
+    }
 }
 
 /// Lists the facts in which a GPU differs from the device of a plan.
@@ -75,16 +95,20 @@ mod tests {
             memory_bytes: (gib * 1024f64.powi(3)) as u64,
             multiprocessors,
         };
-        assert_eq!(of_gpu(&cluster, &gpu(79.1, 132)), None);
-        let words = of_gpu(&cluster, &gpu(139.8, 132)).unwrap();
+        let asked = |gpu: Facts| of_gpu(&cluster, &gpu, true).unwrap();
+        assert_eq!(asked(gpu(79.1, 132)), None);
+        let words = asked(gpu(139.8, 132)).unwrap();
         assert!(
             words.contains("139.80 GiB of memory and not 79.65 GiB") && !words.contains("multip"),
             "{words}"
         );
-        let words = of_gpu(&cluster, &gpu(79.1, 114)).unwrap();
+        let words = asked(gpu(79.1, 114)).unwrap();
         assert!(
             words.contains("114 multiprocessors and not 132") && !words.contains("of memory"),
             "{words}"
         );
+        let unasked = |gpu: Facts| of_gpu(&cluster, &gpu, false);
+        assert!(unasked(gpu(79.1, 132)).is_ok_and(|words| words.is_none()));
+        assert!(unasked(gpu(79.1, 114)).is_err_and(|e| e.exit() as u8 == 6));
     }
 }
