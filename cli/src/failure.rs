@@ -57,6 +57,9 @@ struct Parts {
 /// Columns before the lines of a message, and of advice.
 const MARK: usize = 4;
 const HELP: usize = 8;
+/// The system's words for a process that has as many files open as it may.
+const TOO_MANY_FILES: &str = "Too many open files";
+
 impl Failure {
     /// Makes a failure with a message, which names the file where there is one.
     pub fn new(exit: Exit, message: impl fmt::Display) -> Self {
@@ -104,6 +107,17 @@ impl Failure {
         let span = snippet.span();
         self.0.label = Some(LabeledSpan::new(Some(label.into()), span.start, span.len()));
         self.0.source = Some(snippet);
+        self
+    }
+    /// Adds what helps where the system gave this process no further file: whatever it was for.
+    pub fn advised(mut self) -> Self {
+        if self.0.message.contains(TOO_MANY_FILES) {
+            let limit = "raise the limit of open files (ulimit -Hn, ulimit -n)";
+            self.0.help = Some(match self.0.help.take() {
+                Some(help) => format!("{limit}; {help}"),
+                None => limit.into(),
+            });
+        }
         self
     }
     /// Breaks message and advice into lines that fit with what is drawn before them, in a file or a

@@ -85,7 +85,7 @@ fn lacks_threads(words: &str) -> bool {
 pub(crate) fn tell(failure: failure::Failure) -> u8 {
     let exit = failure.exit();
     // It keeps to the width itself, and shows lines of files as they are.
-    let report = miette::Report::new(failure.laid_out());
+    let report = miette::Report::new(failure.advised().laid_out());
     let _ = writeln!(std::io::stderr().lock(), "{report:?}");
     exit as u8
 }

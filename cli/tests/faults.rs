@@ -670,6 +670,30 @@ fn checkpoints_that_are_not_ours_are_said() {
     done.says(&["state: user 65534, who owns it, can write to it"]);
 }
 
+/// Shells give few open files as a habit, and a run takes as many as it may have. Where there are too
+/// few all the same, it says so.
+#[test]
+fn a_run_opens_as_many_files_as_it_may() {
+    let place = two_ranks();
+    let limited = |limits: &str| {
+        let output = Command::new("bash")
+            .args(["-c", &format!("{limits}; exec \"$@\""), "limit"])
+            .arg(env!("CARGO_BIN_EXE_meshwright"))
+            .args([&RUN[..], &["--steps", "2", "--processes"]].concat())
+            .current_dir(place.path("."))
+            .output()
+            .unwrap();
+        (output.status.code(), said(&output))
+    };
+    let (code, words) = limited("ulimit -Sn 10");
+    assert_eq!(code, Some(0), "{words}");
+    let (code, words) = limited("ulimit -n 10");
+    assert_eq!(code, Some(6), "{words}");
+    let flat = support::flat(&words);
+    assert!(flat.contains("ulimit -n"), "{words}");
+    support::assert_fits(&words);
+}
+
 /// The limit of a file's length sends a signal that kills who does not expect it.
 #[test]
 fn the_limit_of_a_file_ends_no_run() {

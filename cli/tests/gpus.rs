@@ -105,10 +105,13 @@ fn a_plan_for_other_gpus_is_refused_unless_it_is_asked_for() {
         return;
     };
     let place = Place::new();
-    let compile = ["compile", "config.json", "--cluster", "h100-sxm*1"];
+    let compile = ["compile", "config.json", "--cluster", "h100-sxm*2+nvlink4"];
     let more = ["--global-batch", "2", "--precision", "f32"];
     place.run(&[&compile[..], &more].concat()).expect(0);
-    let library = [("LD_LIBRARY_PATH", &*folder.to_string_lossy())];
+    let library = [
+        ("LD_LIBRARY_PATH", &*folder.to_string_lossy()),
+        ("MESHWRIGHT_EMULATOR_GPUS", "2"),
+    ];
     let refused = place.run_with(&arguments(), &library).expect(6);
     let differs = ["is for NVIDIA H100", "Emulated GPU, is another one: it has"];
     refused.says(&differs).says(&["--on-other-gpus"]);

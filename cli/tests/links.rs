@@ -552,8 +552,8 @@ fn late_and_slow_links_show_by_nccl() {
         return;
     };
     let compile = ["compile", "config.json", "--cluster"];
-    let cluster = ["h100-sxm*2+nvlink4+infiniband-ndr*4", "--precision", "f32"];
-    let batch = ["--global-batch", "4"];
+    let cluster = ["h100-sxm*2+nvlink4+infiniband-ndr", "--hosts", "4"];
+    let batch = ["--global-batch", "4", "--precision", "f32"];
     let pins = [
         "--pin",
         "data=2",
@@ -580,7 +580,7 @@ fn late_and_slow_links_show_by_nccl() {
         (steps(&place, "gpus.json"), over(&place, "gpus.json"))
     };
     let (undisturbed, before) = as_gpus("");
-    for link in ["late=300000us", "rate=1Mbit"] {
+    for link in ["late=300000us", "rate=0.2Mbit"] {
         let (figures, disturbed) = as_gpus(link);
         near(&figures, &undisturbed);
         let longer = longer(&disturbed, &before);

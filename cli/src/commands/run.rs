@@ -51,6 +51,7 @@ use runtime::processes::{Processes, Reason};
 use runtime::schedule::{Decay, LrSchedule};
 use runtime::stragglers::Finding;
 use runtime::train::{Periodic, Progress, TrainOptions, Trained, batches, train};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -62,6 +63,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     // It may end at any time from now on.
     let parent = std::os::unix::process::parent_id();
     interrupt::outlive_limits_of_files()?;
+    open_many_files();
     let args = &elastic::continued(args)?;
     let schedule = schedule(args)?;
     check_backend(args)?;
@@ -505,6 +507,18 @@ fn matmuls(args: &RunArgs) -> Matmuls {
         },
         tf32: args.tf32,
     }
+}
+
+/// Lets this process, and those that it starts, have as many files open as the system allows: a
+/// connection to each other process is one, and shells give few as a habit.
+fn open_many_files() {
+    let limit = getrlimit(Resource::Nofile);
+    let all = Rlimit {
+        current: limit.maximum,
+        ..limit
+    };
+    // With fewer it may do as well.
+    let _ = setrlimit(Resource::Nofile, all);
 }
 
 /// Refuses flags of GPUs for a run without.
