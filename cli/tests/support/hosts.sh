@@ -105,7 +105,9 @@ SHELL
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
     network=10.9.0.0/24
     code=0
-    mpirun --mca plm rsh --mca plm_rsh_agent /run/on_host --mca plm_rsh_no_tree_spawn 1 \
+    # Itself on the first host, as where somebody has logged in there.
+    ip netns exec h0 unshare -u sh -c 'hostname host0 && exec "$@"' sh \
+        mpirun --mca plm rsh --mca plm_rsh_agent /run/on_host --mca plm_rsh_no_tree_spawn 1 \
         --mca oob_tcp_if_include $network --mca btl tcp,self --mca btl_tcp_if_include $network \
         -np 4 -host host0,host1,host2,host3 "$@" || code=$?
     [ -z "${NETEM:-}" ] || kill "$netem"

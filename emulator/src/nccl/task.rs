@@ -156,7 +156,7 @@ impl Task {
                 .map_or(true, |there| there && self.has_come())
     }
 
-    /// Whether what comes from other hosts, which all have sent, is here.
+    /// Whether all that other hosts have sent is here, where all have.
     fn has_come(&self) -> bool {
         let due = self.due.get_or_init(|| {
             let bytes = self.clique.look(|s| s.crossing(&self.parts)).ok()??;
