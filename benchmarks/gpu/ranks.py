@@ -40,7 +40,8 @@ PATIENCE = 30.0
 def killed(plan: Path, tokens: Path, fabric: str) -> dict[str, object]:
     """Kills one of a run's two processes once it has begun to train, and times the run's end."""
     records = plan.parent / f"records-{fabric}"
-    command = [str(own.binary()), "run", str(plan), "--backend", "cuda", "--data", str(tokens),
+    command = [str(own.binary()), "run", str(plan), "--backend", "cuda", "--on-other-gpus",
+               "--data", str(tokens),
                "--steps", "1000000", "--lr", "1e-5", "--validation-fraction", "0", "--profile", "0",
                "--fabric", fabric, "--processes", "--record", str(records), "-o",
                str(plan.with_suffix(".killed.json"))]

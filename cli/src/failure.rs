@@ -58,7 +58,7 @@ struct Parts {
 const MARK: usize = 4;
 const HELP: usize = 8;
 /// The system's words for a process that has as many files open as it may.
-const TOO_MANY_FILES: &str = "Too many open files";
+const TOO_MANY_FILES: &str = "Too many open files (";
 
 impl Failure {
     /// Makes a failure with a message, which names the file where there is one.

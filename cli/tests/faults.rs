@@ -688,7 +688,7 @@ fn a_run_opens_as_many_files_as_it_may() {
     let (code, words) = limited("ulimit -Sn 10");
     assert_eq!(code, Some(0), "{words}");
     let (code, words) = limited("ulimit -n 10");
-    assert_eq!(code, Some(6), "{words}");
+    assert!(matches!(code, Some(1..=6)), "{code:?}: {words}");
     assert!(words.contains("ulimit -n"), "{words}");
 }
 

@@ -133,12 +133,14 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     };
     check_outputs(args, resume.as_deref(), &interrupts)?;
     warn_of_repeats(&dataset, &loaded.plan.train);
+    if let Some(words) = other_devices::look(args, &loaded.plan.cluster)? {
+        crate::say(format_args!("warning: {words}"));
+    }
     match args.backend {
         BackendArg::Cpu => fits_machine(&loaded, &setting)?,
         BackendArg::Cuda => has_gpus(args, &loaded, &setting)?,
     }
     plan_file::check_program(&loaded)?;
-    other_devices::check(args, &loaded.plan.cluster)?;
     let chosen = fabric::chosen(args, &loaded, &setting)?;
     folder::take_asked(args, &interrupts)?;
     let first = resume.as_ref().map_or(0, |c| c.step());
@@ -382,6 +384,8 @@ fn serve(
 ) -> Result<(), Failure> {
     let dataset = Arc::new(dataset(args, &loaded.training)?);
     plan_file::check_program(loaded)?;
+    // Process 0 has warned for all.
+    other_devices::look(args, &loaded.plan.cluster)?;
     if let Some(folder) = args.record.as_ref().filter(|_| !args.records_by_default) {
         // Process 0 has seen that it can be written to, unless this is another host's.
         let made = std::fs::create_dir_all(folder);

@@ -5,7 +5,7 @@
 #   hosts.sh              only makes them, to see whether that can be
 #   hosts.sh each CMD     and runs CMD on each, with what a launcher says in its environment
 #   hosts.sh cyclic CMD   and runs CMD twice on each of the first two, dealt out one by one
-#   hosts.sh mpirun CMD   and has Open MPI run it, by a daemon on each
+#   hosts.sh mpirun CMD   and has Open MPI run it, from the first host, by a daemon on each other one
 #
 # With SLOW=3 RATE=2mbit what host 3 sends leaves it at that rate. With FLAP=3 the link of host 3 is down
 # for two seconds, once m.csv has some rows; how many it has then and after that is in the file flapped.
@@ -110,7 +110,7 @@ SHELL
         mpirun --mca plm rsh --mca plm_rsh_agent /run/on_host --mca plm_rsh_no_tree_spawn 1 \
         --mca oob_tcp_if_include $network --mca btl tcp,self --mca btl_tcp_if_include $network \
         -np 4 -host host0,host1,host2,host3 "$@" || code=$?
-    [ -z "${NETEM:-}" ] || kill "$netem"
+    [ -z "${NETEM:-}" ] || kill "$netem" || true
     exit $code
     ;;
 esac

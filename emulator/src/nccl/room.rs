@@ -178,8 +178,8 @@ impl State {
 }
 
 impl State {
-    /// The most bytes of a call's parts that go from one host to another; none where all members
-    /// are on one.
+    /// Bytes of a call's parts that have members on several hosts, by the larger side of each part;
+    /// none where all are on one.
     pub fn crossing(&self, parts: &[Part]) -> Option<usize> {
         let are_apart = |members: &[usize]| {
             let mut gpus = members.iter().filter_map(|m| self.joined[*m]);

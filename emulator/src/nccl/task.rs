@@ -45,6 +45,9 @@ struct Network {
     bits_per_s: f64,
 }
 
+/// Seconds that nobody waits for.
+const A_YEAR: f64 = 3e7;
+
 impl Network {
     /// As `$MESHWRIGHT_EMULATOR_LINK` says, such as `late=20000us rate=8Mbit`: at once where it is
     /// empty, or says nothing of one of them.
@@ -79,8 +82,7 @@ impl Network {
     }
     fn takes(&self, bytes: usize) -> Duration {
         let seconds = 8.0 * bytes as f64 / self.bits_per_s;
-        // A rate close to zero.
-        self.late + Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX / 2)
+        self.late + Duration::try_from_secs_f64(seconds.min(A_YEAR)).unwrap_or_default()
     }
 }
 

@@ -10,6 +10,8 @@ use runtime::device::cuda::{self, Facts};
 /// The least part of the larger memory by which two GPUs of one kind do not differ: drivers keep
 /// some of it for themselves, and makers round.
 const OTHER_MEMORY: f64 = 0.1;
+/// The same of their multiprocessors: makers count those of a kind in more than one way.
+const OTHER_PROCESSORS: f64 = 0.05;
 
 /// Looks whether the plan was made for other devices than those that run it.
 ///
@@ -17,8 +19,10 @@ const OTHER_MEMORY: f64 = 0.1;
 /// GPUs of a plan. GPUs of another kind are refused, unless they are asked for: a job that a
 /// scheduler has put on the wrong hosts would go on for days, with figures that are none of its
 /// plan's.
-pub fn check(args: &RunArgs, cluster: &Cluster) -> Result<(), Failure> {
-    let words = match args.backend {
+///
+/// Returns a warning, where there is one to say; every process of a run looks on its own host.
+pub fn look(args: &RunArgs, cluster: &Cluster) -> Result<Option<String>, Failure> {
+    Ok(match args.backend {
         BackendArg::Cuda => match cuda::facts(0) {
             Ok(gpu) => of_gpu(cluster, &gpu, args.on_other_gpus)?,
             // Without one the run ends in words of its own.
@@ -29,11 +33,7 @@ pub fn check(args: &RunArgs, cluster: &Cluster) -> Result<(), Failure> {
             "this plan is for {} of {} and is now executed on CPU threads of this machine. Losses are what they would be there; the plan's predictions of time, rates and memory do not apply here. Instead: {PLAN_FOR_THIS_MACHINE}.",
             cluster.device.name, cluster.name
         )),
-    };
-    if let Some(words) = words {
-        crate::say(format_args!("warning: {words}"));
-    }
-    Ok(())
+    })
 }
 
 /// The warning for a GPU that is to execute a plan for this cluster.
@@ -46,7 +46,9 @@ fn of_gpu(cluster: &Cluster, gpu: &Facts, is_asked: bool) -> Result<Option<Strin
         )));
     }
     let differs = differences(planned, gpu);
-    if differs.is_empty() {
+    // Of unlike hosts it may be any.
+    let mut others = cluster.groups.iter().map(|group| &group.device);
+    if differs.is_empty() || others.any(|device| differences(device, gpu).is_empty()) {
         return Ok(None);
     }
     let words = format!(
@@ -68,14 +70,15 @@ fn of_gpu(cluster: &Cluster, gpu: &Facts, is_asked: bool) -> Result<Option<Strin
 
 /// Lists the facts in which a GPU differs from the device of a plan.
 fn differences(planned: &Device, gpu: &Facts) -> Vec<String> {
+    let are_apart = |a: f64, b: f64, least: f64| (a - b).abs() > least * a.max(b);
     let memory = [gpu.memory_bytes, planned.memory_bytes.0].map(|b| b as f64);
-    let is_other = (memory[0] - memory[1]).abs() > OTHER_MEMORY * memory[0].max(memory[1]);
-    let memory = is_other.then(|| {
+    let memory = are_apart(memory[0], memory[1], OTHER_MEMORY).then(|| {
         let (has, said) = (Bytes(gpu.memory_bytes), planned.memory_bytes);
         format!("it has {has} of memory and not {said}")
     });
     let said = planned.multiprocessors;
-    let is_other = said > 0 && said != gpu.multiprocessors;
+    let counts = [said, gpu.multiprocessors].map(f64::from);
+    let is_other = said > 0 && are_apart(counts[0], counts[1], OTHER_PROCESSORS);
     let processors = is_other.then(|| {
         let has = counted(gpu.multiprocessors, "multiprocessor");
         format!("it has {has} and not {said}")
@@ -97,6 +100,7 @@ mod tests {
         };
         let asked = |gpu: Facts| of_gpu(&cluster, &gpu, true).unwrap();
         assert_eq!(asked(gpu(79.1, 132)), None);
+        assert_eq!(asked(gpu(79.1, 134)), None);
         let words = asked(gpu(139.8, 132)).unwrap();
         assert!(
             words.contains("139.80 GiB of memory and not 79.65 GiB") && !words.contains("multip"),
@@ -110,5 +114,12 @@ mod tests {
         let unasked = |gpu: Facts| of_gpu(&cluster, &gpu, false);
         assert!(unasked(gpu(79.1, 132)).is_ok_and(|words| words.is_none()));
         assert!(unasked(gpu(79.1, 114)).is_err_and(|e| e.exit() as u8 == 6));
+        // Of unlike hosts it may be any.
+        let unlike = "h100-sxm*8+nvlink4+infiniband-ndr:1,a100-sxm-40gb*8+nvlink3+infiniband-hdr:1";
+        let unlike = crate::cluster::load(unlike, None, None).unwrap();
+        for is_of_it in [gpu(79.1, 132), gpu(39.4, 108)] {
+            assert!(of_gpu(&unlike, &is_of_it, false).is_ok_and(|words| words.is_none()));
+        }
+        assert!(of_gpu(&unlike, &gpu(139.8, 132), false).is_err());
     }
 }
