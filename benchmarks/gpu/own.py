@@ -143,5 +143,6 @@ def run(path: Path, tokens: Path, steps: int, lr: float, *more: object,
     """Trains by a plan on the GPU: what `run` says, and its measurement."""
     out = path.with_suffix(".run.json")
     said = verb("run", path, "--backend", "cuda", "--on-other-gpus", "--data", tokens,
-                "--steps", steps, "--lr", lr, "--validation-fraction", 0, "-o", out, *more, seconds=seconds)
+                "--steps", steps, "--lr", lr, "--validation-fraction", 0, "-o", out, *more,
+                seconds=seconds)
     return said, json.loads(out.read_text(encoding="utf-8"))

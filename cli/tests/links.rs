@@ -377,6 +377,36 @@ fn late_and_slow_links_show_by_mpi() {
     assert!(*seconds > 0.045, "{longer_when_late:?}");
 }
 
+/// Processes that something else than MPI's launcher has started would each train by themselves,
+/// into the same files.
+#[test]
+fn processes_that_mpi_does_not_join_are_refused() {
+    let Some(binary) = std::env::var_os("MESHWRIGHT_MPI") else {
+        eprintln!("skipped: MESHWRIGHT_MPI names no binary built with MPI");
+        return;
+    };
+    let place = two_hosts();
+    let run = |variables: &[(&str, &str)]| {
+        let output = Command::new(&binary)
+            .args(RUN)
+            .args(["--mpi", "--steps", "2", "-o", "run.json"])
+            .envs(variables.iter().copied())
+            .current_dir(place.path("."))
+            .output()
+            .unwrap();
+        (output.status.code(), said(&output))
+    };
+    for rank in ["0", "1"] {
+        let (code, words) = run(&[("RANK", rank), ("WORLD_SIZE", "2")]);
+        assert_eq!(code, Some(2), "{words}");
+        let of = "the MPI library knows this process alone, and it is one of 2";
+        assert!(words.contains(of) && words.contains("mpirun"), "{words}");
+        assert!(!place.exists("run.json"));
+    }
+    let (code, words) = run(&[]);
+    assert_eq!(code, Some(0), "{words}");
+}
+
 /// The link of a host is down for two seconds, as where somebody takes its plug out: TCP sends
 /// again what was on its way, and the run goes on to the same bits.
 #[test]

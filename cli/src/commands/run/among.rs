@@ -41,7 +41,19 @@ pub enum Setting {
 
 #[cfg(feature = "mpi")]
 fn mpi() -> Result<Setting, Failure> {
-    Ok(Setting::Mpi(runtime::processes::Mpi::start()?))
+    let mpi = runtime::processes::Mpi::start()?;
+    // Each of them would train by itself, into the same files.
+    if mpi.place().of == 1
+        && let Some(launched) = beside_mpi()
+    {
+        let (of, by) = (launched.place.of, launched.by);
+        let what = format!(
+            "--mpi: the MPI library knows this process alone, and it is one of {of} by the variables of {by}"
+        );
+        let help = "start the processes with the mpirun of the library that this binary was built with (or with srun --mpi=pmix), or leave --mpi out, by which they talk over TCP";
+        return Err(Failure::new(Exit::Usage, what).help(help));
+    }
+    Ok(Setting::Mpi(mpi))
 }
 
 #[cfg(not(feature = "mpi"))]
