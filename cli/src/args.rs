@@ -717,7 +717,8 @@ pub struct RunArgs {
     /// Number of steps, the last ones, whose instructions are timed one by one.
     #[arg(long, default_value_t = 2)]
     pub profile: u64,
-    /// Seconds that a rank waits for another one before the run fails.
+    /// Seconds that a rank waits for another one before the run fails. Until all processes have met
+    /// they wait for 20 seconds at least.
     #[arg(long = "time-out", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
     pub time_out: u64,
     /// Write the figures of every step while the run goes on: to a file ending in .jsonl (JSON

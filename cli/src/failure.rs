@@ -48,6 +48,9 @@ struct Parts {
     exit: Exit,
     /// The word for it in place of its exit code's.
     name: Option<&'static str>,
+    /// The process of a run whose failure it is, where others say why they end, too.
+    process: Option<usize>,
+    is_told: bool,
     message: String,
     help: Option<String>,
     source: Option<Snippet>,
@@ -66,6 +69,8 @@ impl Failure {
         Failure(Box::new(Parts {
             exit,
             name: None,
+            process: None,
+            is_told: false,
             message: message.to_string(),
             help: None,
             source: None,
@@ -87,6 +92,23 @@ impl Failure {
     pub fn called(mut self, name: &'static str) -> Self {
         self.0.name = Some(name);
         self
+    }
+    /// Names the process of a run whose failure this is.
+    pub fn of_process(mut self, index: usize) -> Self {
+        self.0.process = Some(index);
+        self
+    }
+    /// Prints it now, before what is left to do may keep this process from it. What is returned has
+    /// its exit code alone.
+    pub fn tell(self) -> Self {
+        let mut told = Failure::new(self.exit(), "");
+        told.0.is_told = true;
+        crate::tell(self);
+        told
+    }
+    /// Whether it was printed.
+    pub fn is_told(&self) -> bool {
+        self.0.is_told
     }
     /// Adds advice on the way out.
     pub fn help(mut self, help: impl Into<String>) -> Self {
@@ -147,8 +169,10 @@ impl std::error::Error for Failure {}
 
 impl miette::Diagnostic for Failure {
     fn code<'a>(&'a self) -> Option<Box<dyn fmt::Display + 'a>> {
+        let of = self.0.process.map(|n| format!("process {n}: "));
         Some(Box::new(format!(
-            "{} (exit code {})",
+            "{}{} (exit code {})",
+            of.unwrap_or_default(),
             self.0.name.unwrap_or(self.0.exit.name()),
             self.0.exit as u8
         )))
@@ -319,9 +343,7 @@ impl From<runtime::RuntimeError> for Failure {
             Replicas { .. } => Some(
                 "a bit was turned since the last comparison, by a memory or a processor of that rank: go on, without it, from a checkpoint of before with --resume",
             ),
-            Gone { .. } => Some(
-                "its own message, where it wrote one, is above; with --checkpoint DIR, --resume DIR goes on from the newest checkpoint, for --steps further steps",
-            ),
+            Gone { .. } => Some("its own message, where it wrote one, is above"),
             NoDevice { way_out, .. } => return Failure::new(exit, &e).help(way_out.clone()),
             Device { .. } | Aborted { .. } | Ended(_) | EndedByFirst(_) => None,
         };

@@ -84,6 +84,9 @@ fn lacks_threads(words: &str) -> bool {
 /// Prints a failure on standard error, and returns its exit code.
 pub(crate) fn tell(failure: failure::Failure) -> u8 {
     let exit = failure.exit();
+    if failure.is_told() {
+        return exit as u8;
+    }
     // It keeps to the width itself, and shows lines of files as they are.
     let report = miette::Report::new(failure.advised().laid_out());
     let _ = writeln!(std::io::stderr().lock(), "{report:?}");

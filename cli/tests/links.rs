@@ -407,6 +407,49 @@ fn processes_that_mpi_does_not_join_are_refused() {
     assert_eq!(code, Some(0), "{words}");
 }
 
+/// Open MPI kills processes one second after it has passed SIGTERM on, and SIGUSR1 alone leaves
+/// them the time that they need: both leave the training state, and the words of how to go on.
+#[test]
+fn interrupted_mpirun_leaves_a_checkpoint_and_words() {
+    let Some(binary) = std::env::var_os("MESHWRIGHT_MPI") else {
+        eprintln!("skipped: MESHWRIGHT_MPI names no binary built with MPI");
+        return;
+    };
+    let place = two_hosts();
+    for (signal, code) in [("TERM", 1), ("USR1", 130)] {
+        let run = Command::new("mpirun")
+            .args(["--oversubscribe", "--allow-run-as-root", "-np", "2"])
+            .arg(&binary)
+            .args(RUN)
+            .args(["--mpi", "--steps", "100000", "--log-every", "60"])
+            .args(["--checkpoint", signal, "-o", "run.json"])
+            .args(["--metrics", &format!("{signal}.csv")])
+            .current_dir(place.path("."))
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .begin()
+            .unwrap();
+        let has_begun = || {
+            let rows = std::fs::read_to_string(place.path(&format!("{signal}.csv")));
+            rows.is_ok_and(|rows| rows.lines().count() > 2)
+        };
+        let until = Instant::now() + Duration::from_secs(60);
+        while !has_begun() && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let id = run.id().to_string();
+        let signalled = Command::new("kill").args(["-s", signal, &id]).status();
+        assert!(signalled.unwrap().success());
+        let output = run.wait_with_output().unwrap();
+        let words = said(&output);
+        assert_eq!(output.status.code(), Some(code), "{signal}: {words}");
+        assert!(words.contains("has the training state"), "{words}");
+        let way_on = format!("--resume {signal} --steps");
+        assert!(words.contains(&way_on), "{signal}: {words}");
+        assert!(place.path(signal).read_dir().unwrap().count() > 0);
+    }
+}
+
 /// The link of a host is down for two seconds, as where somebody takes its plug out: TCP sends
 /// again what was on its way, and the run goes on to the same bits.
 #[test]

@@ -373,8 +373,15 @@ fn what_cannot_be_a_run_of_processes_is_said() {
     refused(
         &[],
         &spread,
-        &["several hosts", "--token-file", "openssl rand"],
+        &["1 of them on this host", "--token-file", "openssl rand"],
     );
+    let by_hand = &[
+        "nothing says that all are on this host",
+        "set LOCAL_WORLD_SIZE=2",
+    ];
+    refused(&[], &spread[..2], by_hand);
+    let by_torchrun = [&spread[..], &[("TORCHELASTIC_RUN_ID", "7")]].concat();
+    refused(&[], &by_torchrun, &["torchrun started 2 processes"]);
     let secret = "8f".repeat(32);
     place.write("token", &secret);
     let file = ["--token-file", "token"];
@@ -708,11 +715,11 @@ fn killed_runs_go_on_to_the_same_bits() {
         if was_at_work && victim.is_some() && output.status.code() != Some(0) {
             kills += 1;
             let of_member = rounds % 2 == 1 && output.status.code() == Some(6);
-            assert!(
-                !of_member || said(&output).contains("signal 9"),
-                "{}",
-                said(&output)
-            );
+            let said = said(&output);
+            assert!(!of_member || said.contains("signal 9"), "{said}");
+            // Process 0 says with which steps it is to go on.
+            let way_on = format!("--resume state --steps {}", total - done());
+            assert!(!of_member || said.contains(&way_on), "{way_on}: {said}");
         }
         rounds += 1;
     }

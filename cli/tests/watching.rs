@@ -249,7 +249,10 @@ fn prometheus_reads_the_newest_step_on_this_host() {
             "{page}"
         );
     }
-    assert!(ask("GET /other HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 404"));
+    for other in ["/other", "/"] {
+        let answer = ask(&format!("GET {other} HTTP/1.1\r\n\r\n"));
+        assert!(answer.starts_with("HTTP/1.1 404"), "{answer}");
+    }
     assert!(ask("POST /metrics HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 405"));
     // Nobody else can listen there, and it is the loopback alone.
     run(

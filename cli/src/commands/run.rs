@@ -68,6 +68,24 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     let schedule = schedule(args)?;
     check_backend(args)?;
     let setting = among::setting(args)?;
+    let ended = run_as(args, (&setting, parent), &schedule);
+    let ended = ended.map_err(|failure| match setting.index() {
+        0 => failure,
+        index => failure.of_process(index),
+    });
+    // The end of MPI's library waits for mpirun, which may be about to kill this process.
+    match setting.end_with_one() {
+        true => ended.map_err(Failure::tell),
+        false => ended,
+    }
+}
+
+/// Runs the process of a run that this one is.
+fn run_as(
+    args: &RunArgs,
+    (setting, parent): (&Setting, u32),
+    schedule: &LrSchedule,
+) -> Result<(), Failure> {
     let args = &folder::by_default(args.clone(), setting.index() == 0);
     let early = Some(Early {
         words: match args.continued.is_some() || args.after_loss > 0 {
@@ -80,26 +98,26 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         // Those that process 0 has started leave it to that to speak.
         let interrupts =
             Interrupts::watch(early.filter(|_| !matches!(setting, Setting::Started(_))))?;
-        let launcher = Launcher::watch(parent, &setting, args);
-        return match told::told(args, &setting)? {
+        let launcher = Launcher::watch(parent, setting, args);
+        return match told::told(args, setting)? {
             Some(args) => serve(
                 &args,
-                (&setting, &interrupts, &launcher),
+                (setting, &interrupts, &launcher),
                 &plan_file::load(&args.plan)?,
             ),
             None => Ok(()),
         };
     }
-    keeper::keep(args, &setting)?;
+    keeper::keep(args, setting)?;
     let interrupts = Interrupts::watch(early)?;
-    let launcher = Launcher::watch(parent, &setting, args);
+    let launcher = Launcher::watch(parent, setting, args);
     let _clearing = interrupts.clear_at_end();
-    let is_held = lock::held(args, (&setting, &interrupts), false)?;
-    told::forget(args, &setting);
+    let is_held = lock::held(args, (setting, &interrupts), false)?;
+    told::forget(args, setting);
     let loaded = plan_file::load(&args.plan)?;
     check_task(args, loaded.plan.train.task)?;
     elastic::check(args, &loaded)?;
-    if let Standing::Done = journal::go_on(args, &setting, &loaded)? {
+    if let Standing::Done = journal::go_on(args, setting, &loaded)? {
         // The process that did what was left may have been killed before it took them away, and
         // others may have left their states as they lost it.
         folder::forget(args);
@@ -137,22 +155,22 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         crate::say(format_args!("warning: {words}"));
     }
     match args.backend {
-        BackendArg::Cpu => fits_machine(&loaded, &setting)?,
-        BackendArg::Cuda => has_gpus(args, &loaded, &setting)?,
+        BackendArg::Cpu => fits_machine(&loaded, setting)?,
+        BackendArg::Cuda => has_gpus(args, &loaded, setting)?,
     }
     plan_file::check_program(&loaded)?;
-    let chosen = fabric::chosen(args, &loaded, &setting)?;
+    let chosen = fabric::chosen(args, &loaded, setting)?;
     folder::take_asked(args, &interrupts)?;
     let first = resume.as_ref().map_or(0, |c| c.step());
     warn_of_further(args, first);
     if !is_held {
-        lock::held(args, (&setting, &interrupts), true)?;
+        lock::held(args, (setting, &interrupts), true)?;
         // Another one may have begun the run meanwhile.
-        if let Standing::Done = journal::go_on(args, &setting, &loaded)? {
+        if let Standing::Done = journal::go_on(args, setting, &loaded)? {
             return Ok(());
         }
     }
-    let begun = Journal::begin(args, (&setting, &interrupts), (&loaded, first))?;
+    let begun = Journal::begin(args, (setting, &interrupts), (&loaded, first))?;
     let mut args = RunArgs {
         run: begun.or_else(|| args.run.clone()),
         ..args.clone()
@@ -163,8 +181,8 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         // What the others are told goes when this function ends, however it does.
         interrupts.begin_to_look();
     }
-    let told = told::tell(args, &setting)?;
-    let gathered = among::gather((&setting, &interrupts), args, (&loaded, &chosen));
+    let told = told::tell(args, setting)?;
+    let gathered = among::gather((setting, &interrupts), args, (&loaded, &chosen));
     drop(told);
     // From now on an interrupt is seen before the first step, and what was made goes there.
     interrupts.begin_to_look();
@@ -184,6 +202,10 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     let mut so_far = SoFar {
         first,
         done: first,
+        before: args
+            .checkpoint
+            .as_deref()
+            .and_then(|folder| Some(runtime::checkpoint::numbered(folder).last()?.0)),
         written: Vec::new(),
         rescued: None,
         is_asked_to_end: Arc::default(),
@@ -191,7 +213,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
     let trained = train_all(
         args,
         &loaded,
-        (&dataset, &schedule),
+        (&dataset, schedule),
         (weights.as_ref(), resume),
         (processes, &chosen),
         (&mut so_far, &interrupts),
@@ -224,9 +246,9 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         (e, words)
     };
     // A run that was to end and lost somebody on the way was interrupted all the same.
-    let failure_of = |e: RuntimeError, words: String| {
+    let failure_of = |e: RuntimeError, words: String, so_far: &SoFar| {
         let is_loss = e.is_loss();
-        let failure = records::failure(args, e, words);
+        let failure = records::failure(args, (e, words), Some(so_far));
         match is_loss && interrupts.is_asked() && !setting.end_with_one() {
             true => {
                 let what = format!("interrupted, and the run did not end in order: {failure}");
@@ -243,18 +265,18 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
             company = there;
             trained
         }
-        (Err((RuntimeError::Gone { .. }, words)), Some(company)) if goes_on(args, &setting) => {
+        (Err((RuntimeError::Gone { .. }, words)), Some(company)) if goes_on(args, setting) => {
             return Err(elastic::go_on(args, &loaded, company, (words, so_far)));
         }
         (Err((e @ RuntimeError::Gone { .. }, words)), _) if args.elastic => {
             let help = "the same command goes on from the newest checkpoint, with the processes that there are";
-            return Err(failure_of(e, words).help(help));
+            return Err(failure_of(e, words, &so_far).help(help));
         }
         (Err((e, words)), _) => {
             if so_far.done == first && !e.is_of_work() {
                 unasked.into_iter().for_each(Unasked::end);
             }
-            return Err(failure_of(e, words));
+            return Err(failure_of(e, words, &so_far));
         }
     };
     if (measurement.steps.len() as u64) < args.steps {
@@ -292,7 +314,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         let saved = save_keeping(kept, folder, &mut session, &loaded.hash, graph);
         let saved = match (saved.map_err(|e| explain(e, company.as_ref())), company) {
             // What is left to do has still to be done.
-            (Err((RuntimeError::Gone { .. }, lost)), Some(there)) if goes_on(args, &setting) => {
+            (Err((RuntimeError::Gone { .. }, lost)), Some(there)) if goes_on(args, setting) => {
                 let of = (&*loaded.hash, &**graph);
                 let rescued = runtime::checkpoint::rescue(kept, folder, &mut session, of);
                 so_far.rescued = Some(rescued);
@@ -310,7 +332,7 @@ pub fn run(args: &RunArgs) -> Result<(), Failure> {
         let path = saved.as_deref().unwrap_or(folder);
         let what = format!("{} has the training state", path.display());
         let saved = saved.map_err(|(e, words)| {
-            let failure = failure_of(e, words);
+            let failure = failure_of(e, words, &so_far);
             let what = format!("{failure}; {}", so_far.without_last(folder));
             failure.saying(what)
         });
@@ -479,7 +501,7 @@ fn serve(
             ));
             std::process::exit(Exit::RunFailed as i32)
         }
-        Err((e, words)) => Err(records::failure(args, e, words)),
+        Err((e, words)) => Err(records::failure(args, (e, words), None)),
         // Process 0 says so. Whoever starts processes again has to see it in each of them, but some
         // launchers end all when one ends like that: process 0 has its words first.
         Ok(true) if !setting.end_with_one() => {

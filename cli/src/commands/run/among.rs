@@ -53,6 +53,11 @@ fn mpi() -> Result<Setting, Failure> {
         let help = "start the processes with the mpirun of the library that this binary was built with (or with srun --mpi=pmix), or leave --mpi out, by which they talk over TCP";
         return Err(Failure::new(Exit::Usage, what).help(help));
     }
+    if mpi.place().of == 1 {
+        crate::say(format_args!(
+            "note: --mpi: the MPI library knows this process alone, so all ranks are threads of it; mpirun starts several"
+        ));
+    }
     Ok(Setting::Mpi(mpi))
 }
 
@@ -357,28 +362,25 @@ fn open(at: SocketAddr) -> Result<Host, Failure> {
 /// Where process 0 of a run of several hosts can be reached, and the token.
 fn abroad(args: &RunArgs, launched: &Launched) -> Result<(String, Token), Failure> {
     let missing = |what: &str, help: &str| {
-        let Launched { by, place, .. } = launched;
-        Failure::new(
-            Exit::Usage,
-            format!(
-                "{by} started {} on several hosts, or does not say on how many: {what}",
-                ir::counted(place.of as u64, "process")
-            ),
-        )
-        .help(help.to_string())
+        let what = format!("{}: {what}", launched.why_abroad());
+        let help = match launched.way_home() {
+            Some(home) => format!("{home}; if not, {help}"),
+            None => help.to_string(),
+        };
+        Failure::new(Exit::Usage, what).help(help)
     };
     let Some(path) = &args.token_file else {
         return Err(missing(
-            "such a run needs --token-file, the secret by which its processes know each other",
-            "make it with `(umask 077; openssl rand -hex 32 > token)` and give every process a copy",
+            "a run of several hosts needs --token-file, the secret by which its processes know each other",
+            "make a token with `(umask 077; openssl rand -hex 32 > token)` and give every process a copy",
         ));
     };
     let token = rendezvous::token(path)?;
     let address = args.rendezvous.clone().or_else(|| launched.address.clone());
     let Some(address) = address else {
         return Err(missing(
-            "it needs --rendezvous HOST:PORT, where process 0 can be reached",
-            "under Slurm the host is the first line of `scontrol show hostnames`; any free port will do",
+            "a run of several hosts needs --rendezvous HOST:PORT, where process 0 can be reached",
+            "give the host and any free port of process 0; under Slurm the host is the first line of `scontrol show hostnames`",
         ));
     };
     Ok((address, token))

@@ -105,6 +105,8 @@ pub struct SoFar {
     pub first: u64,
     /// The steps that are known to be done, by this part and those before it.
     pub done: u64,
+    /// The number of the newest checkpoint that was in its folder before.
+    pub before: Option<u64>,
     /// The checkpoints that it wrote, with their steps, newest last: another run's in the same
     /// folder is not what goes on.
     pub written: Vec<(PathBuf, u64)>,
@@ -115,6 +117,14 @@ pub struct SoFar {
 }
 
 impl SoFar {
+    /// The step of the newest checkpoint that the run wrote to this folder. It may have been finished
+    /// when nobody asked for it any more.
+    pub fn newest_step(&self, folder: &Path) -> Option<u64> {
+        let newest_first = runtime::checkpoint::numbered(folder).into_iter().rev();
+        let mut own = newest_first.take_while(|(n, _)| Some(*n) > self.before);
+        own.find_map(|(_, path)| runtime::checkpoint::summary(&path).ok())
+            .map(|of| of.origin.step)
+    }
     /// The newest checkpoint and what it does not have, in words, where the last one could not be
     /// written to this folder.
     pub fn without_last(&self, folder: &Path) -> String {

@@ -62,7 +62,7 @@ pub fn words(
             is_silent: false,
         };
         let words = super::records::explained(&args, &loaded, (&error, None));
-        let code = crate::tell(super::records::failure(&args, error, words));
+        let code = crate::tell(super::records::failure(&args, (error, words), None));
         runtime::files::remove_unfinished();
         // The others see that one has ended before they see that this one has.
         std::thread::sleep(std::time::Duration::from_millis(100));

@@ -18,9 +18,33 @@ pub struct Launched {
     pub address: Option<String>,
     /// The name that tells this run from others of this host.
     pub key: String,
+    /// Whether its variables may have been set by hand.
+    is_by_hand: bool,
 }
 
 impl Launched {
+    /// Why this run is taken for one of several hosts, in words.
+    pub fn why_abroad(&self) -> String {
+        let all = ir::counted(self.place.of as u64, "process");
+        let who = match self.is_by_hand {
+            true => format!("RANK and WORLD_SIZE are of a run of {all}"),
+            false => format!("{} started {all}", self.by),
+        };
+        match (self.on_this_host, &self.address) {
+            (Some(here), _) => format!("{who}, {here} of them on this host"),
+            (None, Some(address)) => format!("{who}, the first at {address}"),
+            (None, None) => format!("{who}, and nothing says that all are on this host"),
+        }
+    }
+    /// How somebody who set the variables by hand says that all are on this host.
+    pub fn way_home(&self) -> Option<String> {
+        let of = self.place.of;
+        (self.is_by_hand && self.on_this_host.is_none()).then(|| {
+            format!(
+                "if all are on this host, set LOCAL_WORLD_SIZE={of}, or MASTER_ADDR=127.0.0.1 and MASTER_PORT"
+            )
+        })
+    }
     /// Whether all processes are known to be on this host.
     pub fn is_local(&self) -> bool {
         let all = self.place.of;
@@ -202,6 +226,7 @@ pub fn launched(env: &dyn Fn(&str) -> Option<String>) -> Result<Option<Launched>
         local,
         address: address(env),
         key: key.join(" "),
+        is_by_hand: mark(env).is_none(),
     }))
 }
 

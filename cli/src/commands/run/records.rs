@@ -5,6 +5,7 @@
 //! written, there are none. It goes when the run has ended in order.
 
 use super::among::Company;
+use super::elastic::SoFar;
 use crate::args::RunArgs;
 use crate::commands::doctor::{activity, names, when};
 use crate::failure::Failure;
@@ -148,8 +149,12 @@ fn forget_absent(doing: &mut Doing, seen: &[Seen]) {
 }
 
 /// The failure of a run whose steps ended with an error, explained by these words, with the way to
-/// learn more.
-pub fn failure(args: &RunArgs, error: RuntimeError, words: String) -> Failure {
+/// learn more and to go on. `so_far` is what process 0 knows of the run.
+pub fn failure(
+    args: &RunArgs,
+    (error, words): (RuntimeError, String),
+    so_far: Option<&SoFar>,
+) -> Failure {
     let there = args.record.as_ref().filter(|f| record::read(f).is_ok());
     let doctor = there.map(|folder| {
         let (plan, folder) = (args.plan.display(), folder.display());
@@ -163,13 +168,45 @@ pub fn failure(args: &RunArgs, error: RuntimeError, words: String) -> Failure {
         false => failure.saying(words),
     };
     match doctor {
-        Some(doctor) if is_gone => failure.help(format!(
-            "its own message, where it wrote one, is above; {doctor}; with --checkpoint DIR, --resume DIR goes on from the newest checkpoint, for --steps further steps"
-        )),
+        doctor if is_gone => {
+            let doctor = doctor.map(|words| format!("{words}; "));
+            let doctor = doctor.unwrap_or_default();
+            let way_on = way_on(args, so_far);
+            failure.help(format!(
+                "its own message, where it wrote one, is above; {doctor}{way_on}"
+            ))
+        }
         Some(doctor) if is_watchdog => failure.help(format!(
             "on a busy machine give ranks longer with --time-out SECONDS; {doctor}"
         )),
         _ => failure,
+    }
+}
+
+/// How a run that lost a process goes on from its newest checkpoint, in words.
+fn way_on(args: &RunArgs, so_far: Option<&SoFar>) -> String {
+    let Some(path) = &args.checkpoint else {
+        return "a run with --checkpoint DIR and --checkpoint-every N can go on from its newest checkpoint".into();
+    };
+    let folder = path.display();
+    let Some(so_far) = so_far else {
+        return format!(
+            "--resume {folder} goes on from the newest checkpoint, whose step `meshwright checkpoint inspect {folder}` says"
+        );
+    };
+    match (so_far.newest_step(path), args.checkpoint_every) {
+        (Some(step), _) => {
+            let left = (so_far.first + args.steps).saturating_sub(step);
+            format!(
+                "to go on, the same command with --resume {folder} --steps {left}, and --total-steps if the learning rate decays"
+            )
+        }
+        (None, None) => {
+            "it had written no checkpoint: --checkpoint-every N writes some on the way".into()
+        }
+        (None, Some(_)) => {
+            "it had written no checkpoint yet, so the same command begins it again".into()
+        }
     }
 }
 

@@ -108,7 +108,7 @@ fn answer(mut stream: TcpStream, page: impl Fn() -> String) -> io::Result<()> {
     let line = String::from_utf8_lossy(line);
     let mut words = line.split(' ');
     let (status, body) = match (words.next(), words.next()) {
-        (Some("GET"), Some("/metrics" | "/")) => ("200 OK", page()),
+        (Some("GET"), Some("/metrics")) => ("200 OK", page()),
         (Some("GET"), _) => ("404 Not Found", "metrics are at /metrics\n".into()),
         _ => ("405 Method Not Allowed", "only GET is answered\n".into()),
     };
