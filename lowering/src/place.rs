@@ -583,7 +583,7 @@ fn first_fit(intervals: Vec<Interval>, base: u64) -> Vec<Interval> {
 
 /// Instructions that are looked at together: most buffers live no longer.
 const BLOCK: usize = 16;
-/// Blocks up to which a buffer's neighbours are gathered from each.
+/// Blocks up to which a buffer's neighbours are looked for in each.
 const FEW_BLOCKS: usize = 8;
 
 /// The buffers that have a place, found by when they live. Templates have thousands, of which most
@@ -591,12 +591,25 @@ const FEW_BLOCKS: usize = 8;
 struct Placed {
     /// In the order in which they were placed.
     all: Vec<Interval>,
-    /// By block of instructions, those that live in it.
-    by_block: Vec<Vec<u32>>,
+    /// By block of instructions, those that live in it, by offset.
+    by_block: Vec<Vec<Taken>>,
     /// Those of any block, by offset.
-    by_offset: Vec<u32>,
-    /// Offset and end of neighbours; kept for its memory.
-    taken: Vec<(u64, u64)>,
+    by_offset: Vec<Taken>,
+}
+
+/// The bytes of a buffer that has its place, and when they are taken.
+#[derive(Clone, Copy)]
+struct Taken {
+    offset: u64,
+    end: u64,
+    first: usize,
+    last: usize,
+}
+
+impl Taken {
+    fn is_beside(&self, new: &Interval) -> bool {
+        self.first <= new.last && new.first <= self.last
+    }
 }
 
 impl Placed {
@@ -606,52 +619,59 @@ impl Placed {
             all: Vec::new(),
             by_block: vec![Vec::new(); last / BLOCK + 1],
             by_offset: Vec::new(),
-            taken: Vec::new(),
         }
     }
 
     /// The lowest offset from `base` on at which nothing that lives at the same time lies.
-    fn lowest(&mut self, new: &Interval, base: u64) -> u64 {
-        let (all, blocks) = (&self.all, new.first / BLOCK..new.last / BLOCK + 1);
-        let neighbour = |i: &u32| {
-            let old = &all[*i as usize];
-            let is_beside = old.first <= new.last && new.first <= old.last;
-            is_beside.then(|| (old.offset, old.offset.saturating_add(old.bytes)))
-        };
+    fn lowest(&self, new: &Interval, base: u64) -> u64 {
+        let blocks = new.first / BLOCK..new.last / BLOCK + 1;
         if blocks.len() > FEW_BLOCKS {
-            return gap(base, new.bytes, self.by_offset.iter().filter_map(neighbour));
+            return gap(base, new, &mut [self.by_offset.iter()]);
         }
-        // One that lives in several blocks comes several times, which changes nothing.
-        self.taken.clear();
-        let near = self.by_block[blocks].iter().flatten();
-        self.taken.extend(near.filter_map(neighbour));
-        self.taken.sort_unstable();
-        gap(base, new.bytes, self.taken.iter().copied())
+        let mut near: SmallVec<[_; FEW_BLOCKS]> =
+            self.by_block[blocks].iter().map(|all| all.iter()).collect();
+        gap(base, new, &mut near)
     }
 
     fn add(&mut self, new: Interval) {
-        let number = self.all.len() as u32;
-        for block in &mut self.by_block[new.first / BLOCK..new.last / BLOCK + 1] {
-            block.push(number);
+        let taken = Taken {
+            offset: new.offset,
+            end: new.offset.saturating_add(new.bytes),
+            first: new.first,
+            last: new.last,
+        };
+        let blocks = &mut self.by_block[new.first / BLOCK..new.last / BLOCK + 1];
+        for all in blocks.iter_mut().chain([&mut self.by_offset]) {
+            let at = all.partition_point(|other| other.offset <= taken.offset);
+            all.insert(at, taken);
         }
-        let is_before = |i: &u32| self.all[*i as usize].offset <= new.offset;
-        let at = self.by_offset.partition_point(is_before);
-        self.by_offset.insert(at, number);
         self.all.push(new);
     }
 }
 
-/// The lowest offset from `base` on where so many bytes are free, beside ranges (offset, end) by
-/// offset.
-fn gap(base: u64, bytes: u64, taken: impl Iterator<Item = (u64, u64)>) -> u64 {
+/// The lowest offset from `base` on where a buffer has its bytes to itself, beside those of these
+/// lists, each by offset; one may be in several. What begins before its end and ends behind its
+/// offset moves it on, in whatever order that is seen: no place before the one that is found is
+/// free.
+fn gap(base: u64, new: &Interval, lists: &mut [std::slice::Iter<'_, Taken>]) -> u64 {
     let mut offset = base;
-    for (from, to) in taken {
-        if from >= offset.saturating_add(bytes) {
-            break;
+    loop {
+        let before = offset;
+        for list in &mut *lists {
+            while let Some(taken) = list.as_slice().first() {
+                if taken.offset >= offset.saturating_add(new.bytes) {
+                    break;
+                }
+                if taken.is_beside(new) {
+                    offset = offset.max(taken.end);
+                }
+                list.next();
+            }
         }
-        offset = offset.max(to);
+        if offset == before || lists.len() == 1 {
+            return offset;
+        }
     }
-    offset
 }
 
 #[cfg(test)]
@@ -698,10 +718,16 @@ mod tests {
             assert!(end_of(&placed) >= 512 + most);
             for (i, new) in placed.iter().enumerate() {
                 let alive = |old: &&Interval| old.first <= new.last && new.first <= old.last;
-                let beside = placed[..i].iter().filter(alive);
-                let mut taken: Vec<_> = beside.map(|o| (o.offset, o.offset + o.bytes)).collect();
-                taken.sort_unstable();
-                assert_eq!(new.offset, gap(512, new.bytes, taken.into_iter()));
+                let beside: Vec<_> = placed[..i].iter().filter(alive).collect();
+                let is_free = |at: &u64| {
+                    let apart =
+                        |o: &&Interval| at + new.bytes <= o.offset || o.offset + o.bytes <= *at;
+                    beside.iter().all(apart)
+                };
+                // The lowest place is the base or the end of something.
+                let ends = beside.iter().map(|o| o.offset + o.bytes);
+                let lowest = ends.chain([512]).filter(is_free).min();
+                assert_eq!(Some(new.offset), lowest);
             }
         }
     }

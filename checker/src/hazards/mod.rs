@@ -18,7 +18,7 @@ use ir::collective::CollectiveKind;
 use ir::program::{InstrKind, Instruction, Program, RoleProgram, Template};
 use ir::{BufferId, InstrId, TemplateId};
 use smallvec::{SmallVec, smallvec};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 /// For each stream, how many instructions of a slot's template are complete.
 type Clock = SmallVec<[u32; 6]>;
@@ -26,28 +26,35 @@ type Clock = SmallVec<[u32; 6]>;
 /// Checks every role.
 pub(crate) fn check(program: &Program, report: &mut Report) {
     each(program.roles.len(), report, |i, report| {
-        let role = &program.roles[i];
-        let mut clocks = Vec::with_capacity(role.templates.len());
-        for (t, template) in role.templates.iter().enumerate() {
-            let neighbours = neighbours(role, template);
-            for (j, a, b) in self_overlaps(role, template, &neighbours) {
-                let name = |b: BufferId| format!("buffer {} ({})", b.0, role.buffer(b).name);
-                let place = instr_place(program, i, TemplateId::new(t), j);
-                report.add(
-                    place,
-                    "hazard",
-                    format!("bytes of its own for result {}", name(a)),
-                    format!("bytes of {} too", name(b)),
-                );
-            }
-            clocks.push(complete(role.streams.len(), template));
-            for (first, second, b) in races(role, template, &clocks[t], &neighbours) {
-                let first = instr_place(program, i, TemplateId::new(t), first);
-                unordered(program, i, (TemplateId::new(t), second), &first, b, report);
-            }
-        }
+        let n_templates = program.roles[i].templates.len();
+        let clocks = each(n_templates, report, |t, report| {
+            in_slot(program, i, TemplateId::new(t), report)
+        });
         slots::check(program, i, &clocks, report);
     });
+}
+
+/// Checks a template's instructions among each other. Returns, for each of them, what of its slot
+/// is complete when it ends.
+fn in_slot(program: &Program, i: usize, t: TemplateId, report: &mut Report) -> Vec<Clock> {
+    let role = &program.roles[i];
+    let template = &role.templates[t.index()];
+    let neighbours = Neighbours::new(role, template);
+    for (j, a, b) in self_overlaps(role, template, &neighbours) {
+        let name = |b: BufferId| format!("buffer {} ({})", b.0, role.buffer(b).name);
+        report.add(
+            instr_place(program, i, t, j),
+            "hazard",
+            format!("bytes of its own for result {}", name(a)),
+            format!("bytes of {} too", name(b)),
+        );
+    }
+    let clocks = complete(role.streams.len(), template);
+    for (first, second, b) in races(role, template, &clocks, &neighbours) {
+        let first = instr_place(program, i, t, first);
+        unordered(program, i, (t, second), &first, b, report);
+    }
+    clocks
 }
 
 /// Reports that no stream, dep or event orders an instruction behind `first`.
@@ -88,40 +95,62 @@ fn complete(n_streams: usize, template: &Template) -> Vec<Clock> {
     clocks
 }
 
-/// The last accesses of one buffer.
-#[derive(Clone)]
-struct Last {
-    write: Option<usize>,
-    /// For each stream, the last read since that write.
-    reads: SmallVec<[Option<usize>; 6]>,
+/// The buffers that a template touches, and among them those that share bytes with each. Two of a
+/// row of copies do not where each has its own for every microbatch.
+pub(crate) struct Neighbours {
+    /// Ascending.
+    touched: Vec<BufferId>,
+    /// For each buffer of the role, its place in `touched`; `UNTOUCHED` where it has none.
+    places: Vec<u32>,
+    /// By place.
+    of: Vec<Vec<BufferId>>,
 }
 
-/// Finds, among the buffers that a template touches, those that share bytes with each of them. Two
-/// of a row of copies do not where each has its own for every microbatch.
-pub(crate) fn neighbours(
-    role: &RoleProgram,
-    template: &Template,
-) -> BTreeMap<BufferId, Vec<BufferId>> {
-    let mut touched: Vec<BufferId> = template
-        .instructions
-        .iter()
-        .flat_map(|i| i.reads().into_iter().chain(i.writes()))
-        .collect();
-    touched.sort_unstable();
-    touched.dedup();
-    let mut map: BTreeMap<BufferId, Vec<BufferId>> = touched.iter().map(|&b| (b, vec![])).collect();
-    let is_pass = template.kind.pass().is_some();
-    for (a, b) in overlapping(role, touched.into_iter()) {
-        if is_pass && has_own_copies(role.buffer(a), role.buffer(b)) {
-            continue;
+const UNTOUCHED: u32 = u32::MAX;
+
+impl Neighbours {
+    pub(crate) fn new(role: &RoleProgram, template: &Template) -> Self {
+        let instructions = template.instructions.iter();
+        let mut touched: Vec<BufferId> = instructions
+            .flat_map(|i| i.reads().into_iter().chain(i.writes()))
+            .collect();
+        touched.sort_unstable();
+        touched.dedup();
+        let mut places = vec![UNTOUCHED; role.buffers.len()];
+        for (place, b) in (0..).zip(&touched) {
+            places[b.index()] = place;
         }
-        map.entry(a).or_default().push(b);
-        map.entry(b).or_default().push(a);
+        let mut of = vec![Vec::new(); touched.len()];
+        let is_pass = template.kind.pass().is_some();
+        for (a, b) in overlapping(role, touched.iter().copied()) {
+            if is_pass && has_own_copies(role.buffer(a), role.buffer(b)) {
+                continue;
+            }
+            of[places[a.index()] as usize].push(b);
+            of[places[b.index()] as usize].push(a);
+        }
+        Neighbours {
+            touched,
+            places,
+            of,
+        }
     }
-    map
+    /// The buffers that the template touches, ascending.
+    pub(crate) fn touched(&self) -> &[BufferId] {
+        &self.touched
+    }
+    /// Those that share bytes with a buffer; none where the template does not touch it.
+    pub(crate) fn of(&self, b: BufferId) -> &[BufferId] {
+        match self.place(b) {
+            Some(place) => &self.of[place],
+            None => &[],
+        }
+    }
+    fn place(&self, b: BufferId) -> Option<usize> {
+        let place = self.places.get(b.index()).copied();
+        place.filter(|&p| p != UNTOUCHED).map(|p| p as usize)
+    }
 }
-
-type Neighbours = BTreeMap<BufferId, Vec<BufferId>>;
 
 /// Reports results whose bytes another operand or result of the same instruction uses under another
 /// id. Only an all-reduce may work on two buffers that are the same bytes.
@@ -133,10 +162,7 @@ fn self_overlaps(
     let mut found = Vec::new();
     for (j, instr) in template.instructions.iter().enumerate() {
         let writes = instr.writes();
-        if writes
-            .iter()
-            .all(|b| neighbours.get(b).is_none_or(Vec::is_empty))
-        {
+        if writes.iter().all(|&b| neighbours.of(b).is_empty()) {
             continue;
         }
         let used: BTreeSet<BufferId> = instr
@@ -145,11 +171,7 @@ fn self_overlaps(
             .chain(writes.iter().copied())
             .collect();
         for &a in &writes {
-            let shared = neighbours
-                .get(&a)
-                .into_iter()
-                .flatten()
-                .filter(|b| used.contains(b));
+            let shared = neighbours.of(a).iter().filter(|b| used.contains(b));
             found.extend(
                 shared
                     .filter(|&&b| !same_bytes(role, instr, a, b))
@@ -177,50 +199,74 @@ fn same_bytes(role: &RoleProgram, instr: &Instruction, output: BufferId, input: 
         && a.slots() == b.slots()
 }
 
+/// The last accesses of the buffers of a slot, by their places, as positions of instructions
+/// counted from 1; 0 is none.
+struct Last {
+    writes: Vec<u32>,
+    /// For each stream, the last read since that write: a row of streams for each buffer.
+    reads: Vec<u32>,
+    n_streams: usize,
+}
+
+impl Last {
+    fn row(&self, place: usize) -> std::ops::Range<usize> {
+        place * self.n_streams..(place + 1) * self.n_streams
+    }
+    fn reads(&self, place: usize) -> &[u32] {
+        &self.reads[self.row(place)]
+    }
+    fn read(&mut self, place: usize, stream: usize, by: u32) {
+        let row = self.row(place);
+        self.reads[row][stream] = by;
+    }
+    fn write(&mut self, place: usize, by: u32) {
+        let row = self.row(place);
+        self.reads[row].fill(0);
+        self.writes[place] = by;
+    }
+}
+
 fn races(
     role: &RoleProgram,
     template: &Template,
     clocks: &[Clock],
     neighbours: &Neighbours,
 ) -> Vec<(InstrId, InstrId, BufferId)> {
-    let none = Last {
-        write: None,
-        reads: smallvec![None; role.streams.len()],
+    let (n, n_streams) = (neighbours.touched.len(), role.streams.len());
+    let mut last = Last {
+        writes: vec![0; n],
+        reads: vec![0; n * n_streams],
+        n_streams,
     };
-    let mut last: BTreeMap<BufferId, Last> = BTreeMap::new();
+    let instructions = &template.instructions;
+    let streams: Vec<usize> = instructions.iter().map(|i| i.stream.index()).collect();
     let mut found = Vec::new();
-    for (j, instr) in template.instructions.iter().enumerate() {
-        let stream = |i: usize| template.instructions[i].stream.index();
-        let ordered = |i: usize| clocks[j][stream(i)] as usize > i;
+    for (j, instr) in instructions.iter().enumerate() {
+        let second = InstrId::new(j);
+        let by = second.0 + 1;
+        // `first` is counted from 1, as what a clock says is complete.
+        let ordered = |first: u32| clocks[j][streams[first as usize - 1]] >= first;
         let (reads, writes) = (instr.reads(), instr.writes());
         let mut conflicts = |b: BufferId, with_reads: bool| {
-            for other in std::iter::once(&b).chain(neighbours.get(&b).into_iter().flatten()) {
-                let Some(l) = last.get(other) else { continue };
-                let reads = l.reads.iter().flatten().filter(|_| with_reads);
-                for &i in l
-                    .write
-                    .iter()
-                    .chain(reads)
-                    .filter(|&&i| i != j && !ordered(i))
-                {
-                    found.push((InstrId::new(i), InstrId::new(j), *other));
+            for &other in std::iter::once(&b).chain(neighbours.of(b)) {
+                let Some(place) = neighbours.place(other) else {
+                    continue;
+                };
+                let write = last.writes[place];
+                let since: &[u32] = if with_reads { last.reads(place) } else { &[] };
+                let accesses = std::iter::once(&write).chain(since.iter());
+                for &first in accesses.filter(|&&i| i > 0 && !ordered(i)) {
+                    found.push((InstrId(first - 1), second, other));
                 }
             }
         };
         reads.iter().for_each(|&b| conflicts(b, false));
         writes.iter().for_each(|&b| conflicts(b, true));
-        for b in reads {
-            last.entry(b).or_insert_with(|| none.clone()).reads[stream(j)] = Some(j);
+        for place in reads.iter().filter_map(|&b| neighbours.place(b)) {
+            last.read(place, streams[j], by);
         }
-        for b in writes {
-            let write = Some(j);
-            last.insert(
-                b,
-                Last {
-                    write,
-                    ..none.clone()
-                },
-            );
+        for place in writes.iter().filter_map(|&b| neighbours.place(b)) {
+            last.write(place, by);
         }
     }
     found

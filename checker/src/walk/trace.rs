@@ -4,7 +4,7 @@ use super::held::{Cell, Held, Microbatches};
 use super::template::{self, Outcome};
 use super::{Variants, WorldSums, variants};
 use crate::facts::Facts;
-use crate::hazards::neighbours;
+use crate::hazards::Neighbours;
 use crate::memory::{first_of_row, lost_to_transients};
 use crate::report::{Report, buffer_place, slot_place};
 use ir::program::{BufferClass, Program, RoleProgram, Slot};
@@ -17,7 +17,7 @@ pub(super) struct Shape {
     /// The lasting buffers that it touches, ascending.
     pub(super) externals: Vec<BufferId>,
     /// For each buffer that it touches, the others that share bytes with it.
-    pub(super) neighbours: BTreeMap<BufferId, Vec<BufferId>>,
+    pub(super) neighbours: Neighbours,
     /// The microbatch buffers whose bytes its transients use.
     lost: Vec<BufferId>,
 }
@@ -75,9 +75,10 @@ pub(super) fn walk(
 }
 
 fn shape(role: &RoleProgram, template: &ir::program::Template) -> Shape {
-    let neighbours = neighbours(role, template);
+    let neighbours = Neighbours::new(role, template);
     let (transients, externals): (Vec<BufferId>, Vec<BufferId>) = neighbours
-        .keys()
+        .touched()
+        .iter()
         .partition(|&&b| role.buffer(b).class == BufferClass::Transient);
     Shape {
         lost: lost_to_transients(role, &transients),

@@ -707,7 +707,7 @@ impl Search<'_> {
 
     /// Bytes that a program has too few of for its streams to wait for each other's results alone.
     fn lacks_room(&self, program: &Program) -> Option<u64> {
-        let lacks = program.roles.iter().map(|role| {
+        let lacks = program.roles.par_iter().map(|role| {
             let usable = self.bytes_of(&self.cluster.seen_by(role.mesh.devices));
             lowering::arena_with_room(role).saturating_sub(usable)
         });

@@ -169,7 +169,7 @@ impl Run<'_, '_> {
     /// Writes all results at once, after everything else on their bytes is lost.
     fn write(&mut self, results: &[(BufferId, Held)]) {
         for (b, _) in results {
-            for other in self.site.shape.neighbours.get(b).into_iter().flatten() {
+            for other in self.site.shape.neighbours.of(*b) {
                 self.held[other.index()] = Held::Undefined;
             }
         }
