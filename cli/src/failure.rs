@@ -50,6 +50,7 @@ struct Parts {
     name: Option<&'static str>,
     /// The process of a run whose failure it is, where others say why they end, too.
     process: Option<usize>,
+    /// Whether it was printed already.
     is_told: bool,
     message: String,
     help: Option<String>,
@@ -103,6 +104,7 @@ impl Failure {
     pub fn tell(self) -> Self {
         let mut told = Failure::new(self.exit(), "");
         told.0.is_told = true;
+        crate::interrupt::wait_for_words();
         crate::tell(self);
         told
     }

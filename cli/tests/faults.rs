@@ -908,6 +908,11 @@ fn checkpoints_are_inspected_verified_and_converted() {
     place.run(&["checkpoint", "verify", "state"]).expect(5);
     std::fs::remove_file(place.path(&shard(0))).unwrap();
     place.run(&["checkpoint", "verify", "state"]).expect(5);
+    // Nor is one without its manifest.
+    std::fs::remove_file(place.path(&format!("state/{newest}/manifest.json"))).unwrap();
+    let done = place.run(&["checkpoint", "verify", "state"]).expect(5);
+    let named = done.out.contains("manifest.json") && done.out.contains(&newest);
+    assert!(named, "{}", done.out);
     // The older one serves.
     let done = run(&place, &["--steps", "1", "--resume", "state"]).expect(0);
     done.says(&["passed over"]);

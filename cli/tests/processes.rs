@@ -262,6 +262,84 @@ fn the_secret_of_a_killed_run_goes_with_the_next_one() {
     assert_eq!(posted(&place), ["notes.txt"]);
 }
 
+/// Processes that somebody starts by hand may each have a parent of its own, as a script that waits
+/// for it: by a port of their run they find each other, elastic ones on several hosts, too. Whoever
+/// loses process 0 says with which steps the run is to go on.
+#[test]
+fn processes_with_parents_of_their_own_find_each_other() {
+    let place = Place::with_plan();
+    place.write("token", "8f".repeat(32));
+    make_private(&place, "token");
+    let start = |rank: &str, variables: &[(&str, &str)], more: &[&str]| {
+        let binary = env!("CARGO_BIN_EXE_meshwright");
+        let mut command = Command::new("sh");
+        command
+            .args(["-c", "\"$0\" \"$@\"; exit $?", binary])
+            .args(RUN)
+            .args(["-o", "run.json"])
+            .args(more)
+            .envs([("RANK", rank), ("WORLD_SIZE", "2")])
+            .envs(variables.iter().copied())
+            .env("TMPDIR", place.path("."))
+            .env_remove("XDG_RUNTIME_DIR")
+            .current_dir(place.path("."))
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        command.begin().unwrap()
+    };
+    let ended = |variables: &[(&str, &str)], more: &[&str], code: i32| -> Vec<String> {
+        let both = ["1", "0"].map(|rank| start(rank, variables, more));
+        let outputs = both.map(|child| child.wait_with_output().unwrap());
+        let words = outputs.iter().map(|output| {
+            let words = said(output);
+            assert_eq!(output.status.code(), Some(code), "{words}");
+            words
+        });
+        words.collect()
+    };
+    let local = [("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29519")];
+    ended(&local, &["--steps", "3"], 0);
+    // A port that nobody has for the moment.
+    let free = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let at = free.local_addr().unwrap().to_string();
+    drop(free);
+    let abroad = ["--token-file", "token", "--rendezvous", &at, "--bind"];
+    let elastic = ["127.0.0.1", "--elastic", "--checkpoint", "elastic"];
+    let elastic = [&abroad[..], &elastic, &["--checkpoint-every", "2"]].concat();
+    let elastic = [&elastic[..], &["--steps", "3"]].concat();
+    ended(&[("LOCAL_WORLD_SIZE", "1")], &elastic, 0);
+    // Nothing tells their run from others: each of them says how that is done.
+    let nameless = [("LOCAL_WORLD_SIZE", "2")];
+    for words in ended(&nameless, &["--steps", "3", "--time-out", "1"], 6) {
+        assert!(words.contains("must have one parent"), "{words}");
+    }
+    let state = ["--steps", "100000", "--checkpoint", "state"];
+    let more = ["--checkpoint-every", "10", "--record", "records"];
+    let more = [&state[..], &more].concat();
+    let [other, first] = ["1", "0"].map(|rank| start(rank, &local, &more));
+    let victim = process_after(&place, 0, 40).to_string();
+    let killed = Command::new("kill").args(["-9", &victim]).status();
+    assert!(killed.unwrap().success());
+    let _ = first.wait_with_output().unwrap();
+    let output = other.wait_with_output().unwrap();
+    let words = said(&output);
+    assert_eq!(output.status.code(), Some(6), "{words}");
+    let newest = newest(&place, "state").0;
+    let step: u64 = newest.split_once("-step-").unwrap().1.parse().unwrap();
+    assert!(words.contains("process 1: run failed"), "{words}");
+    let way_on = format!("--resume state --steps {}", 100_000 - step);
+    assert!(words.contains(&way_on), "{way_on}: {words}");
+}
+
+/// Has nobody else read a file.
+fn make_private(place: &Place, name: &str) {
+    let mode = Command::new("chmod")
+        .arg("600")
+        .arg(place.path(name))
+        .status();
+    assert!(mode.unwrap().success());
+}
+
 /// `--time-out` is for steps: on a busy machine a process starts late and is no lost one.
 #[test]
 fn processes_that_come_late_are_waited_for() {
@@ -374,6 +452,21 @@ fn what_cannot_be_a_run_of_processes_is_said() {
         &[],
         &spread,
         &["1 of them on this host", "--token-file", "openssl rand"],
+    );
+    let rendezvous = ["--token-file", "token", "--rendezvous", "node0:0"];
+    place.write("token", "8f".repeat(32));
+    assert!(
+        Command::new("chmod")
+            .arg("600")
+            .arg(place.path("token"))
+            .status()
+            .unwrap()
+            .success()
+    );
+    refused(
+        &rendezvous,
+        &spread,
+        &["`node0:0` has no port from 1 to 65535"],
     );
     let by_hand = &[
         "nothing says that all are on this host",

@@ -330,6 +330,28 @@ pub struct Verdict {
     pub error: String,
     /// The ranks that it names, and perhaps others of theirs; none where no rank is to blame.
     pub found: BTreeMap<Rank, Fate>,
+    /// The process whose finding it is.
+    #[serde(default)]
+    pub by: Option<Finder>,
+}
+
+/// A process that found something about its run.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Finder {
+    /// Its number on its host.
+    pub pid: u32,
+    /// Its host.
+    pub host: String,
+}
+
+impl Finder {
+    /// This process.
+    pub fn me() -> Self {
+        Finder {
+            pid: std::process::id(),
+            host: host(),
+        }
+    }
 }
 
 /// How a process is lost that is there, in words.

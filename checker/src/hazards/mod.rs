@@ -98,15 +98,11 @@ fn complete(n_streams: usize, template: &Template) -> Vec<Clock> {
 /// The buffers that a template touches, and among them those that share bytes with each. Two of a
 /// row of copies do not where each has its own for every microbatch.
 pub(crate) struct Neighbours {
-    /// Ascending.
+    /// Ascending; a buffer's place here is its place in other lists of the template, too.
     touched: Vec<BufferId>,
-    /// For each buffer of the role, its place in `touched`; `UNTOUCHED` where it has none.
-    places: Vec<u32>,
-    /// By place.
-    of: Vec<Vec<BufferId>>,
+    /// By place, the places of those that share bytes with it.
+    of: Vec<Vec<usize>>,
 }
-
-const UNTOUCHED: u32 = u32::MAX;
 
 impl Neighbours {
     pub(crate) fn new(role: &RoleProgram, template: &Template) -> Self {
@@ -116,39 +112,30 @@ impl Neighbours {
             .collect();
         touched.sort_unstable();
         touched.dedup();
-        let mut places = vec![UNTOUCHED; role.buffers.len()];
-        for (place, b) in (0..).zip(&touched) {
-            places[b.index()] = place;
-        }
         let mut of = vec![Vec::new(); touched.len()];
         let is_pass = template.kind.pass().is_some();
         for (a, b) in overlapping(role, touched.iter().copied()) {
             if is_pass && has_own_copies(role.buffer(a), role.buffer(b)) {
                 continue;
             }
-            of[places[a.index()] as usize].push(b);
-            of[places[b.index()] as usize].push(a);
+            if let (Ok(at_a), Ok(at_b)) = (touched.binary_search(&a), touched.binary_search(&b)) {
+                of[at_a].push(at_b);
+                of[at_b].push(at_a);
+            }
         }
-        Neighbours {
-            touched,
-            places,
-            of,
-        }
+        Neighbours { touched, of }
     }
     /// The buffers that the template touches, ascending.
     pub(crate) fn touched(&self) -> &[BufferId] {
         &self.touched
     }
     /// Those that share bytes with a buffer; none where the template does not touch it.
-    pub(crate) fn of(&self, b: BufferId) -> &[BufferId] {
-        match self.place(b) {
-            Some(place) => &self.of[place],
-            None => &[],
-        }
+    pub(crate) fn of(&self, b: BufferId) -> impl Iterator<Item = BufferId> {
+        let places = self.place(b).map_or(&[][..], |place| &self.of[place]);
+        places.iter().map(|&place| self.touched[place])
     }
     fn place(&self, b: BufferId) -> Option<usize> {
-        let place = self.places.get(b.index()).copied();
-        place.filter(|&p| p != UNTOUCHED).map(|p| p as usize)
+        self.touched.binary_search(&b).ok()
     }
 }
 
@@ -162,7 +149,7 @@ fn self_overlaps(
     let mut found = Vec::new();
     for (j, instr) in template.instructions.iter().enumerate() {
         let writes = instr.writes();
-        if writes.iter().all(|&b| neighbours.of(b).is_empty()) {
+        if writes.iter().all(|&b| neighbours.of(b).next().is_none()) {
             continue;
         }
         let used: BTreeSet<BufferId> = instr
@@ -171,11 +158,11 @@ fn self_overlaps(
             .chain(writes.iter().copied())
             .collect();
         for &a in &writes {
-            let shared = neighbours.of(a).iter().filter(|b| used.contains(b));
+            let shared = neighbours.of(a).filter(|b| used.contains(b));
             found.extend(
                 shared
-                    .filter(|&&b| !same_bytes(role, instr, a, b))
-                    .map(|&b| (InstrId::new(j), a, b)),
+                    .filter(|&b| !same_bytes(role, instr, a, b))
+                    .map(|b| (InstrId::new(j), a, b)),
             );
         }
     }
@@ -199,12 +186,11 @@ fn same_bytes(role: &RoleProgram, instr: &Instruction, output: BufferId, input: 
         && a.slots() == b.slots()
 }
 
-/// The last accesses of the buffers of a slot, by their places, as positions of instructions
-/// counted from 1; 0 is none.
+/// The last accesses of the buffers of a slot, by their places.
 struct Last {
-    writes: Vec<u32>,
+    writes: Vec<Option<InstrId>>,
     /// For each stream, the last read since that write: a row of streams for each buffer.
-    reads: Vec<u32>,
+    reads: Vec<Option<InstrId>>,
     n_streams: usize,
 }
 
@@ -212,17 +198,17 @@ impl Last {
     fn row(&self, place: usize) -> std::ops::Range<usize> {
         place * self.n_streams..(place + 1) * self.n_streams
     }
-    fn reads(&self, place: usize) -> &[u32] {
+    fn reads(&self, place: usize) -> &[Option<InstrId>] {
         &self.reads[self.row(place)]
     }
-    fn read(&mut self, place: usize, stream: usize, by: u32) {
+    fn read(&mut self, place: usize, stream: usize, by: InstrId) {
         let row = self.row(place);
-        self.reads[row][stream] = by;
+        self.reads[row][stream] = Some(by);
     }
-    fn write(&mut self, place: usize, by: u32) {
+    fn write(&mut self, place: usize, by: InstrId) {
         let row = self.row(place);
-        self.reads[row].fill(0);
-        self.writes[place] = by;
+        self.reads[row].fill(None);
+        self.writes[place] = Some(by);
     }
 }
 
@@ -234,8 +220,8 @@ fn races(
 ) -> Vec<(InstrId, InstrId, BufferId)> {
     let (n, n_streams) = (neighbours.touched.len(), role.streams.len());
     let mut last = Last {
-        writes: vec![0; n],
-        reads: vec![0; n * n_streams],
+        writes: vec![None; n],
+        reads: vec![None; n * n_streams],
         n_streams,
     };
     let instructions = &template.instructions;
@@ -243,30 +229,30 @@ fn races(
     let mut found = Vec::new();
     for (j, instr) in instructions.iter().enumerate() {
         let second = InstrId::new(j);
-        let by = second.0 + 1;
-        // `first` is counted from 1, as what a clock says is complete.
-        let ordered = |first: u32| clocks[j][streams[first as usize - 1]] >= first;
-        let (reads, writes) = (instr.reads(), instr.writes());
-        let mut conflicts = |b: BufferId, with_reads: bool| {
-            for &other in std::iter::once(&b).chain(neighbours.of(b)) {
-                let Some(place) = neighbours.place(other) else {
-                    continue;
-                };
-                let write = last.writes[place];
-                let since: &[u32] = if with_reads { last.reads(place) } else { &[] };
-                let accesses = std::iter::once(&write).chain(since.iter());
-                for &first in accesses.filter(|&&i| i > 0 && !ordered(i)) {
-                    found.push((InstrId(first - 1), second, other));
+        let ordered = |first: InstrId| clocks[j][streams[first.index()]] > first.0;
+        let places = |buffers: &[BufferId]| -> SmallVec<[usize; 4]> {
+            buffers
+                .iter()
+                .filter_map(|&b| neighbours.place(b))
+                .collect()
+        };
+        let (reads, writes) = (places(&instr.reads()), places(&instr.writes()));
+        let mut conflicts = |place: usize, with_reads: bool| {
+            for &other in std::iter::once(&place).chain(&neighbours.of[place]) {
+                let since = if with_reads { last.reads(other) } else { &[] };
+                let accesses = std::iter::once(&last.writes[other]).chain(since);
+                for &first in accesses.flatten().filter(|&&i| !ordered(i)) {
+                    found.push((first, second, neighbours.touched[other]));
                 }
             }
         };
-        reads.iter().for_each(|&b| conflicts(b, false));
-        writes.iter().for_each(|&b| conflicts(b, true));
-        for place in reads.iter().filter_map(|&b| neighbours.place(b)) {
-            last.read(place, streams[j], by);
+        reads.iter().for_each(|&place| conflicts(place, false));
+        writes.iter().for_each(|&place| conflicts(place, true));
+        for place in reads {
+            last.read(place, streams[j], second);
         }
-        for place in writes.iter().filter_map(|&b| neighbours.place(b)) {
-            last.write(place, by);
+        for place in writes {
+            last.write(place, second);
         }
     }
     found

@@ -15,7 +15,6 @@ use ir::{Graph, TrainSpec, counted};
 use planner::recipes::Chosen;
 use planner::{Layering, PinError, Pins, PlanError, PlanOptions, Planned, Recipe, Watcher};
 use serde_json::json;
-use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -309,26 +308,9 @@ fn dump_problems(folder: &Path, planned: &Planned) -> Result<(), Failure> {
 
 /// Has the plan and its program checked. A plan that is rejected here is our mistake.
 pub fn prove(planned: &Planned) -> Result<(), Failure> {
-    let Planned {
-        plan,
-        training,
-        program,
-        ..
-    } = planned;
-    let (mut violations, of_program) = std::thread::scope(|scope| {
-        let of_plan = std::thread::Builder::new();
-        let of_plan = of_plan.spawn_scoped(scope, || plan_file::violations(plan));
-        let of_program = checker::check_program(plan, training, program);
-        let of_plan = match of_plan {
-            Ok(thread) => thread.join().unwrap_or_else(|e| resume_unwind(e)),
-            // The system has no thread to give.
-            Err(_) => plan_file::violations(plan),
-        };
-        (of_plan, of_program)
-    });
-    // A program follows from its plan, so what is wrong with that is listed alone.
+    let mut violations = plan_file::violations(&planned.plan);
     if violations.is_empty() {
-        violations = of_program;
+        violations = checker::check_program(&planned.plan, &planned.training, &planned.program);
     }
     if violations.is_empty() {
         return Ok(());

@@ -162,7 +162,6 @@ fn run_as(
     let chosen = fabric::chosen(args, &loaded, setting)?;
     folder::take_asked(args, &interrupts)?;
     let first = resume.as_ref().map_or(0, |c| c.step());
-    warn_of_further(args, first);
     if !is_held {
         lock::held(args, (setting, &interrupts), true)?;
         // Another one may have begun the run meanwhile.
@@ -171,6 +170,7 @@ fn run_as(
         }
     }
     let begun = Journal::begin(args, (setting, &interrupts), (&loaded, first))?;
+    warn_of_further(args, first);
     let mut args = RunArgs {
         run: begun.or_else(|| args.run.clone()),
         ..args.clone()
@@ -199,17 +199,7 @@ fn run_as(
     processes
         .iter()
         .for_each(|p| launcher.knows(p, &interrupts));
-    let mut so_far = SoFar {
-        first,
-        done: first,
-        before: args
-            .checkpoint
-            .as_deref()
-            .and_then(|folder| Some(runtime::checkpoint::numbered(folder).last()?.0)),
-        written: Vec::new(),
-        rescued: None,
-        is_asked_to_end: Arc::default(),
-    };
+    let mut so_far = SoFar::begin(args, first);
     let trained = train_all(
         args,
         &loaded,
@@ -467,6 +457,7 @@ fn serve(
         last_resort: Some(last_resort(args)),
         ..SessionOptions::default()
     };
+    let so_far = SoFar::begin_elsewhere(args);
     let served = runtime::processes::serve(&loaded.program, spec, options);
     match &served {
         Ok(_) => unasked.into_iter().for_each(Unasked::end),
@@ -492,6 +483,14 @@ fn serve(
             (e, words)
         }
     });
+    // Some launchers end all when the first has ended: process 0 has its words before that.
+    let is_of_others = |e: &RuntimeError| !matches!(e, RuntimeError::Gone { process: 0, .. });
+    if let (Setting::Launched(_), Err((e, _))) = (setting, &served)
+        && is_of_others(e)
+    {
+        processes.await_end(0, TO_SPEAK);
+        std::thread::sleep(TO_SPEAK / 10);
+    }
     match served {
         // Process 0 says what becomes of the run.
         Err((_, words)) if args.elastic => {
@@ -501,7 +500,7 @@ fn serve(
             ));
             std::process::exit(Exit::RunFailed as i32)
         }
-        Err((e, words)) => Err(records::failure(args, (e, words), None)),
+        Err((e, words)) => Err(records::failure(args, (e, words), so_far.as_ref())),
         // Process 0 says so. Whoever starts processes again has to see it in each of them, but some
         // launchers end all when one ends like that: process 0 has its words first.
         Ok(true) if !setting.end_with_one() => {

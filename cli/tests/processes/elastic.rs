@@ -170,6 +170,8 @@ fn all_that_are_killed_at_once_are_counted() {
         for w in words.iter().chain([&left]) {
             assert!(said.contains(w), "`{w}` is not in: {said}");
         }
+        // Each replica that is left has all states, whoever else was killed.
+        assert!(!said.contains("had not written its part"), "{said}");
         wait_for_none(&place, "e.json");
     };
     let first =
@@ -184,6 +186,66 @@ fn all_that_are_killed_at_once_are_counted() {
     let others = "lost in all: processes 2 and 3 of 4, which were killed";
     kill(&[2, 3], &[others], "going on with 2 ranks in place of 4");
     kill(&[0, 1, 2, 3], &["and no other process is left"], "");
+}
+
+/// An elastic run that was killed goes on from no damaged checkpoint, and where all are, it does not
+/// begin anew: that would have them go, with what is still good in them.
+#[test]
+fn an_elastic_run_whose_checkpoints_are_all_damaged_is_refused() {
+    let place = Place::new();
+    two_replicas(&place);
+    let more = ["state", "--processes", "-o", "e.json"];
+    let args = [&RUN[..], &ELASTIC, &more].concat();
+    let child = command(&place, &args).begin().unwrap();
+    wait_for_checkpoint(&place, "state", 2);
+    let all: Vec<String> = processes_of(&place, "e.json")
+        .iter()
+        .map(u32::to_string)
+        .collect();
+    let sent = Command::new("kill").arg("-9").args(&all).status();
+    assert!(sent.unwrap().success());
+    let _ = child.wait_with_output().unwrap();
+    wait_for_none(&place, "e.json");
+    let checkpoints = || {
+        let names = place.names_in("state").into_iter();
+        let mut names: Vec<String> = names.filter(|n| n.contains("-step-")).collect();
+        names.sort();
+        names
+    };
+    let before = checkpoints();
+    assert!(before.len() >= 2, "{before:?}");
+    // Of one the manifest is gone, of the others a bit was turned.
+    for (i, name) in before.iter().enumerate() {
+        let folder = format!("state/{name}");
+        let names = place.names_in(&folder);
+        let shard = names.iter().find(|n| *n != "manifest.json").unwrap();
+        match i {
+            0 => std::fs::remove_file(place.path(&format!("{folder}/manifest.json"))).unwrap(),
+            _ => {
+                let shard = format!("{folder}/{shard}");
+                let mut bytes = place.read(&shard);
+                let middle = bytes.len() / 2;
+                bytes[middle] ^= 1;
+                std::fs::write(place.path(&shard), bytes).unwrap();
+            }
+        }
+    }
+    let refused = place.run(&args).expect(3);
+    let words = support::flat(&refused.err);
+    assert!(
+        words.contains("none of the run's checkpoints is whole"),
+        "{words}"
+    );
+    for name in &before {
+        assert!(words.contains(name), "{name}: {words}");
+    }
+    assert_eq!(checkpoints(), before);
+    // Without them it begins anew.
+    for name in &before {
+        std::fs::remove_dir_all(place.path(&format!("state/{name}"))).unwrap();
+    }
+    let anew = place.run(&args).expect(0);
+    assert!(anew.err.contains("from step 0"), "{}", anew.err);
 }
 
 /// Where the ranks that are left have not all states in memory, what the loss of process 0 has cost is

@@ -9,6 +9,7 @@
 #
 # With SLOW=3 RATE=2mbit what host 3 sends leaves it at that rate. With FLAP=3 the link of host 3 is down
 # for two seconds, once m.csv has some rows; how many it has then and after that is in the file flapped.
+# With CUT=1 it stays down.
 # With NETEM, the program of netem.c, and
 # FAULTS='loss=5 late=10', it stands between the hosts in place of the bridge. TCP sends again after
 # 20 ms there, not 200, for tests to be quick.
@@ -65,7 +66,7 @@ each)
             rows >flapped
             sleep 2
             rows >>flapped
-            ip -n "h$FLAP" link set e0 up
+            [ -n "${CUT:-}" ] || ip -n "h$FLAP" link set e0 up
         ) &
     fi
     code=0

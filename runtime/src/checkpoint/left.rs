@@ -1,6 +1,7 @@
 //! The states that the ranks of other processes leave when process 0 is lost, which would else have asked
 //! them for these: each rank writes its share to a folder beside the checkpoints, with a note of the step
 //! and of all who write. Whoever goes on makes a checkpoint of it, if all have written and of one step.
+//! A process that has ended without such a note counts as lost with process 0.
 
 use super::{Origin, Rescued, Shard, Whole, commit_verified, problem, shares_of};
 use crate::error::RuntimeError;
@@ -36,10 +37,26 @@ pub struct Leaving {
     pub model: String,
 }
 
+impl Note {
+    /// Whether it is of the same step and the same writers.
+    fn is_with(&self, other: &Note) -> bool {
+        self.writers == other.writers && self.origin == other.origin
+    }
+}
+
 impl Leaving {
     /// The folder in which files are left.
     pub(crate) fn place(&self) -> PathBuf {
         self.folder.join(NAME)
+    }
+
+    /// Whether one of these ranks has left its share.
+    pub(crate) fn has_some_of(&self, ranks: &[Rank]) -> bool {
+        ranks.iter().any(|rank| self.note_of(*rank).exists())
+    }
+
+    fn note_of(&self, rank: Rank) -> PathBuf {
+        self.place().join(format!("rank-{}.json", rank.0))
     }
 
     /// The states that each rank writes when these are lost; nothing where some are lost with them.
@@ -64,8 +81,7 @@ impl Leaving {
             shard,
         };
         let text = serde_json::to_vec(&note)?;
-        let path = self.place().join(format!("rank-{}.json", rank.0));
-        let mut file = std::fs::File::create_new(path)?;
+        let mut file = std::fs::File::create_new(self.note_of(rank))?;
         file.write_all(&text)?;
         file.sync_all()
     }
@@ -110,15 +126,20 @@ fn made_of(folder: &Path, place: &Path, kept: usize, run: &str) -> Result<Rescue
     let Some(first) = notes.values().next() else {
         return Err("no rank had written its part when it ended".into());
     };
-    let writers = first.writers.clone();
-    if let Some(missing) = writers.iter().find(|r| !notes.contains_key(r)) {
-        return Err(format!("{missing} had not written its part when it ended"));
-    }
-    let origin = first.origin.clone();
-    let is_same = |n: &Note| n.writers == writers && n.origin == origin;
-    if !notes.values().all(is_same) {
-        return Err("the ranks that were left were not at one step".into());
-    }
+    // Who saw others lost may have had more of them than who saw fewer: one of these sets is enough.
+    let has_all = |of: &Note| {
+        let note = |rank: &Rank| notes.get(rank).is_some_and(|n| n.is_with(of));
+        of.writers.iter().all(note)
+    };
+    let Some(whole) = notes.values().find(|note| has_all(note)) else {
+        let missing = first.writers.iter().find(|r| !notes.contains_key(r));
+        return Err(match missing {
+            Some(missing) => format!("{missing} had not written its part when it ended"),
+            None => "the ranks that were left were not at one step".into(),
+        });
+    };
+    let (origin, writers) = (whole.origin.clone(), whole.writers.clone());
+    notes.retain(|rank, _| writers.contains(rank));
     let words = |e: RuntimeError| e.to_string();
     let error =
         |e: std::io::Error| words(problem(folder, format!("cannot write a checkpoint: {e}")));

@@ -314,19 +314,35 @@ pub fn verify(path: &Path) -> Result<Checkpoint, Vec<RuntimeError>> {
     Checkpoint::open(path)
 }
 
-/// Folders in `folder` that have the name of a checkpoint, oldest first, with their numbers.
+/// Folders in `folder` that have the name of a checkpoint and a manifest or a shard, oldest first,
+/// with their numbers. They get that name with all of their files, so one without its manifest has
+/// lost it since.
 pub fn numbered(folder: &Path) -> Vec<(u64, PathBuf)> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let mut all: Vec<(u64, u64, PathBuf)> = entries
         .filter_map(|e| {
             let name = e.file_name();
             let (number, step) = name.to_str()?.split_once("-step-")?;
-            let is_one = e.path().join(manifest::NAME).exists();
-            is_one.then_some((number.parse().ok()?, step.parse().ok()?, e.path()))
+            let number: u32 = number.parse().ok()?;
+            let is_one = e.path().join(manifest::NAME).exists() || has_shards(&e.path());
+            is_one.then_some((number.into(), step.parse().ok()?, e.path()))
         })
         .collect();
     all.sort();
     all.into_iter().map(|(n, _, path)| (n, path)).collect()
+}
+
+/// Whether a folder, which is no link, has a shard.
+fn has_shards(folder: &Path) -> bool {
+    let is_folder = folder.symlink_metadata().is_ok_and(|m| m.is_dir());
+    let files = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut names = files.map(|file| file.file_name());
+    is_folder
+        && names.any(|name| {
+            Path::new(&name)
+                .extension()
+                .is_some_and(|e| e == "safetensors")
+        })
 }
 
 impl Checkpoint {

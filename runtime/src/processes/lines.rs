@@ -9,7 +9,7 @@ use crate::execute::message::{Answer, Request};
 use crate::fabric::threads::{Carrier, World};
 use ir::Rank;
 use std::collections::BTreeMap;
-use std::io::{self, BufReader, Read, Write};
+use std::io::{self, BufReader, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -120,7 +120,25 @@ struct Desk {
     to_end: Mutex<Option<(usize, Reason)>>,
     /// Failures of the connections to them.
     breaks: Mutex<BTreeMap<usize, String>>,
+    /// Those whose connections have ended; whether the end was heard, as what was sent was taken in
+    /// until then.
+    over: Mutex<BTreeMap<usize, bool>>,
+    /// When something last came from them.
+    heard: Mutex<BTreeMap<usize, Instant>>,
 }
+
+/// Who has said something within this time is there: a process that is given up was asked before, as
+/// all others were, whether it is.
+const OF_LATE: Duration = Duration::from_secs(5);
+
+/// The ends of connections over which nothing comes any more: of the process behind they say
+/// nothing.
+const UNHEARD: [ErrorKind; 4] = [
+    ErrorKind::TimedOut,
+    ErrorKind::HostUnreachable,
+    ErrorKind::NetworkUnreachable,
+    ErrorKind::NetworkDown,
+];
 
 impl Desk {
     /// Waits for the ranks; none when the run has ended before there were any.
@@ -259,6 +277,37 @@ impl Processes {
     /// Notes how a process ended, for the error of those who miss it.
     pub fn ended(&self, process: usize, how: impl Into<String>) {
         lock(&self.desk.fates).insert(process, how.into());
+    }
+    /// The processes whose connections have ended.
+    pub(crate) fn over(&self) -> Vec<usize> {
+        lock(&self.desk.over).keys().copied().collect()
+    }
+    /// Whether the end of the process with this number on this host was heard.
+    pub fn has_heard_end(&self, pid: u32, host: &str) -> bool {
+        let is_it =
+            |&process: &usize| self.all[process].pid == pid && self.all[process].host == host;
+        let over = lock(&self.desk.over);
+        let mut heard = over.iter().filter(|(_, is_heard)| **is_heard);
+        heard.any(|(process, _)| is_it(process))
+    }
+    /// Whether any other process than the one with this number on this host was heard of late, and
+    /// has not ended.
+    pub fn hears_another(&self, pid: u32, host: &str) -> bool {
+        let over = lock(&self.desk.over);
+        let is_another = |&process: &usize| {
+            let who = &self.all[process];
+            !over.contains_key(&process) && (who.pid != pid || who.host != host)
+        };
+        let heard = lock(&self.desk.heard);
+        let mut of_late = heard.iter().filter(|(_, at)| at.elapsed() < OF_LATE);
+        of_late.any(|(process, _)| is_another(process))
+    }
+    /// Waits until the connection to a process has ended, but no longer than this.
+    pub fn await_end(&self, process: usize, longest: Duration) {
+        let until = Instant::now() + longest;
+        while !lock(&self.desk.over).contains_key(&process) && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
     /// The way to ask for the end of the run, which may outlive these.
     pub fn ending(&self) -> Ending {
@@ -402,16 +451,24 @@ fn read(desk: &Desk, process: usize, stream: Box<dyn Read + Send>) {
         return;
     };
     let mut from = BufReader::with_capacity(READ_AHEAD, stream);
-    let how = loop {
-        match frame::read(&mut from) {
+    let (how, is_heard) = loop {
+        let letter = frame::read(&mut from);
+        if let Ok(Some(_)) = &letter {
+            lock(&desk.heard).insert(process, Instant::now());
+        }
+        match letter {
             Ok(Some((Head::ToEnd(reason), _))) => {
                 lock(&desk.to_end).get_or_insert((process, reason));
             }
             Ok(Some((head, block))) => take(&attached, head, block),
-            Ok(None) => break None,
-            Err(e) => break Some(format!("its connection broke: {e}")),
+            Ok(None) => break (None, true),
+            Err(e) => {
+                let is_heard = !UNHEARD.contains(&e.kind());
+                break (Some(format!("its connection broke: {e}")), is_heard);
+            }
         }
     };
+    lock(&desk.over).insert(process, is_heard);
     if let Some(how) = how {
         lock(&desk.breaks).entry(process).or_insert(how);
     }

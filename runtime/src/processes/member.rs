@@ -22,6 +22,9 @@ const LAST_REQUEST: Duration = Duration::from_secs(15);
 /// How long a rank has to say at which step it is when process 0 is lost.
 const LAST_WORDS: Duration = Duration::from_secs(3);
 
+/// How long the ends of other processes may take to be heard behind that of process 0.
+const NEWS: Duration = Duration::from_millis(200);
+
 /// The way of the ranks' answers when process 0 is lost.
 type Here = Arc<Mutex<Option<Sender<(Rank, Reply)>>>>;
 
@@ -83,10 +86,20 @@ pub fn serve(
             Origin::of_member(step, spec, seen, of)
         };
         let patience = watchdog.max(LAST_WORDS);
+        // Others may have ended with process 0, and their ends be heard a little later.
+        std::thread::sleep(NEWS);
+        let over = processes
+            .over()
+            .into_iter()
+            .filter(|p| ![0, me].contains(p));
+        let lost = over
+            .map(|p| &shares[p])
+            .filter(|ranks| !leaves.has_some_of(ranks));
+        let lost: Vec<Rank> = lost.chain([&shares[0]]).flatten().copied().collect();
         leave(
             leaves,
             program,
-            (&shares[0], &shares[me]),
+            (&lost, &shares[me]),
             (&crew, &answers),
             (&origin, patience),
         );
@@ -143,8 +156,8 @@ pub fn serve(
     }
 }
 
-/// Has this process' ranks write their share of the states, where those that are left without
-/// process 0 have all of them. What is not whole is found by who goes on, so nothing is said of
+/// Has this process' ranks write their share of the states, where those that are left without the
+/// lost ones have all of them. What is not whole is found by who goes on, so nothing is said of
 /// failures.
 fn leave(
     leaves: &Leaving,

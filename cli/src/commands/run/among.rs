@@ -12,11 +12,12 @@ use crate::interrupt::{BEFORE_IT_WENT_ON, Interrupts};
 use crate::plan_file::Loaded;
 use runtime::files::open_regular;
 use runtime::processes::{Fingerprint, Host, JoinError, Place, Processes, Token, Way, join};
+use runtime::record::Finder;
 use std::io::{BufRead, ErrorKind, Read, Seek, SeekFrom};
 use std::net::{Ipv4Addr, SocketAddr, ToSocketAddrs};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How long processes have to come together, however short `--time-out` is: that is chosen for
 /// steps, and a process that starts reads, lowers and checks the plan first. On a busy machine this
@@ -122,7 +123,9 @@ pub fn setting(args: &RunArgs) -> Result<Setting, Failure> {
     if args.rendezvous.is_none() {
         launcher::check_address(&env)?;
     }
-    Ok(Setting::Launched(launched))
+    Ok(Setting::Launched(
+        launched.named(args.rendezvous.as_deref()),
+    ))
 }
 
 impl Setting {
@@ -191,7 +194,22 @@ pub struct Company {
     pub processes: Arc<Processes>,
 }
 
+/// How long the end of another process may take to be heard.
+const NEWS: Duration = Duration::from_secs(1);
+
 impl Company {
+    /// Whether a process is cut off from this one, and this one not from all others: no end of its
+    /// own is heard, and another one is still heard.
+    pub fn has_cut_off(&self, who: &Finder) -> bool {
+        let until = Instant::now() + NEWS;
+        while Instant::now() < until {
+            if self.processes.has_heard_end(who.pid, &who.host) {
+                return false;
+            }
+            std::thread::sleep(NEWS / 50);
+        }
+        self.processes.hears_another(who.pid, &who.host)
+    }
     /// Ends it after a failure. Returns the processes that were killed, where this one started them,
     /// and how many there were.
     pub fn lost(self) -> (Vec<usize>, usize) {
@@ -303,19 +321,29 @@ pub fn gather(
         }
         #[cfg(feature = "mpi")]
         Setting::Mpi(mpi) => {
-            let last_words = super::last_resort::words(args, loaded, of);
+            let last_words = super::last_resort::words(args, loaded, mpi.place());
             let joined = mpi.join(&fingerprint, patience, Some(last_words));
             Ok(Some(alone(joined?)))
         }
         Setting::Launched(launched) if launched.is_local() => {
             let place = launched.place;
+            let hinted = |failure: Failure| match launched.way_together() {
+                Some(way) if failure.exit() == Exit::RunFailed => failure.help(way),
+                _ => failure,
+            };
             if place.index > 0 {
                 let find = &mut || {
                     let found = rendezvous::read(&launched.key)?;
                     Ok((found.address.clone(), found.token()?))
                 };
                 let way = Way::LookedUp(find);
-                return Ok(Some(alone(join(place, &fingerprint, patience, way)?)));
+                let joined = join(place, &fingerprint, patience, way);
+                let is_missed = matches!(joined, Err(JoinError::Unreachable { .. }));
+                let joined = joined.map_err(Failure::from);
+                return match is_missed {
+                    true => Ok(Some(alone(joined.map_err(hinted)?))),
+                    false => Ok(Some(alone(joined?))),
+                };
             }
             interrupts.begin_to_look();
             if args.token_file.is_some() || args.rendezvous.is_some() || args.bind.is_some() {
@@ -326,17 +354,17 @@ pub fn gather(
             let host = open(loopback())?;
             let appointment = Appointment::new(host.address(), host.token());
             let _posted = rendezvous::post(&launched.key, &appointment)?;
-            with_launched(host)
+            with_launched(host).map_err(hinted)
         }
         Setting::Launched(launched) => {
-            let (address, token) = abroad(args, launched)?;
+            let (address, port, token) = abroad(args, launched)?;
             let place = launched.place;
             if place.index > 0 {
                 let way = Way::Known(address, token);
                 return Ok(Some(alone(join(place, &fingerprint, patience, way)?)));
             }
             interrupts.begin_to_look();
-            let host = Host::open(bound(args, &address)?, token)?;
+            let host = Host::open(bound(args, (&address, port))?, token)?;
             with_launched(host)
         }
     }
@@ -359,8 +387,8 @@ fn open(at: SocketAddr) -> Result<Host, Failure> {
     Ok(Host::open(at, token)?)
 }
 
-/// Where process 0 of a run of several hosts can be reached, and the token.
-fn abroad(args: &RunArgs, launched: &Launched) -> Result<(String, Token), Failure> {
+/// Where process 0 of a run of several hosts can be reached, its port, and the token.
+fn abroad(args: &RunArgs, launched: &Launched) -> Result<(String, u16, Token), Failure> {
     let missing = |what: &str, help: &str| {
         let what = format!("{}: {what}", launched.why_abroad());
         let help = match launched.way_home() {
@@ -383,19 +411,22 @@ fn abroad(args: &RunArgs, launched: &Launched) -> Result<(String, Token), Failur
             "give the host and any free port of process 0; under Slurm the host is the first line of `scontrol show hostnames`",
         ));
     };
-    Ok((address, token))
+    let port = address
+        .rsplit_once(':')
+        .and_then(|(_, port)| port.parse().ok());
+    match port {
+        Some(port @ 1u16..) => Ok((address, port, token)),
+        _ => {
+            let what = format!("the rendezvous `{address}` has no port from 1 to 65535");
+            let help = "give it as HOST:PORT, for example node7:29400";
+            Err(Failure::new(Exit::Usage, what).help(help))
+        }
+    }
 }
 
 /// Where process 0 listens: at the address that was asked for, never at all there are.
-fn bound(args: &RunArgs, address: &str) -> Result<SocketAddr, Failure> {
+fn bound(args: &RunArgs, (address, port): (&str, u16)) -> Result<SocketAddr, Failure> {
     let usage = |what: String, help: &str| Failure::new(Exit::Usage, what).help(help);
-    let port = address.rsplit_once(':').and_then(|(_, p)| p.parse().ok());
-    let Some(port) = port else {
-        return Err(usage(
-            format!("the rendezvous `{address}` has no port"),
-            "give it as HOST:PORT, as node7:29400",
-        ));
-    };
     let Some(bind) = args.bind else {
         let found = address.to_socket_addrs().ok().and_then(|mut a| a.next());
         let example = found.map_or("10.0.0.1".into(), |a| a.ip().to_string());

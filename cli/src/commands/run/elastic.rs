@@ -117,6 +117,31 @@ pub struct SoFar {
 }
 
 impl SoFar {
+    /// Nothing so far of a run whose steps begin with this one.
+    pub fn begin(args: &RunArgs, first: u64) -> Self {
+        let folder = args.checkpoint.as_deref();
+        let before = folder.and_then(|f| Some(runtime::checkpoint::numbered(f).last()?.0));
+        SoFar {
+            first,
+            done: first,
+            before,
+            written: Vec::new(),
+            rescued: None,
+            is_asked_to_end: Arc::default(),
+        }
+    }
+    /// The same in a process that leaves it to process 0 to read what the run goes on from; none
+    /// where that does not say of which step it is.
+    pub fn begin_elsewhere(args: &RunArgs) -> Option<Self> {
+        let first = match &args.resume {
+            None => 0,
+            Some(path) => {
+                let newest = runtime::checkpoint::all(path).into_iter().next()?;
+                runtime::checkpoint::summary(&newest).ok()?.origin.step
+            }
+        };
+        Some(Self::begin(args, first))
+    }
     /// The step of the newest checkpoint that the run wrote to this folder. It may have been finished
     /// when nobody asked for it any more.
     pub fn newest_step(&self, folder: &Path) -> Option<u64> {
@@ -153,14 +178,16 @@ impl SoFar {
         }
     }
     /// The checkpoint to go on from and its step, and where its states are from, in words.
-    fn source(self, args: &RunArgs) -> (Option<PathBuf>, u64, String) {
+    ///
+    /// Fails where it wrote some, and none of them is whole.
+    fn source(self, args: &RunArgs) -> Result<(Option<PathBuf>, u64, String), Failure> {
         let reason = match self.rescued {
             Some(Ok(Rescued { step, path })) => {
                 let words = format!(
                     "The ranks that are left had all states in memory: no step is lost ({}).",
                     path.display()
                 );
-                return (Some(path), step, words);
+                return Ok((Some(path), step, words));
             }
             Some(Err(reason)) => format!(", as {reason}"),
             None => String::new(),
@@ -172,41 +199,50 @@ impl SoFar {
         } else {
             "that is whole "
         };
-        let damaged: String = (damaged.iter())
+        let passed_over: String = (damaged.iter())
             .map(|d| format!(" Passed over {d}."))
             .collect();
         let began = self.first;
         let lost = |step: u64| steps_lost(self.done, step);
-        match (newest, &args.resume) {
+        Ok(match (newest, &args.resume) {
             (Some((path, step)), _) => {
                 let words = format!(
-                    "{not}.{damaged} The newest checkpoint {whole}is {}.{}",
+                    "{not}.{passed_over} The newest checkpoint {whole}is {}.{}",
                     path.display(),
                     lost(step)
                 );
                 (Some(path), step, words)
             }
+            (None, _) if !damaged.is_empty() => return Err(none_whole(&not, &damaged)),
             (None, Some(path)) => {
                 let words = format!(
-                    "{not}.{damaged} The run begins again with {}.{}",
+                    "{not}. The run begins again with {}.{}",
                     path.display(),
                     lost(began)
                 );
                 (Some(path.clone()), began, words)
             }
             (None, None) => {
-                let none = match damaged.is_empty() {
-                    true => "There is no checkpoint yet",
-                    false => "There is no other checkpoint",
-                };
                 let words = format!(
-                    "{not}.{damaged} {none}: the run begins anew.{}",
+                    "{not}. There is no checkpoint yet: the run begins anew.{}",
                     lost(began)
                 );
                 (None, began, words)
             }
-        }
+        })
     }
+}
+
+/// The failure of an elastic run all of whose checkpoints are damaged: to begin again would have them
+/// go in time, with what is still good in them.
+pub fn none_whole(why: &str, damaged: &[String]) -> Failure {
+    let what = format!(
+        "{why}, and none of the run's checkpoints is whole: {}",
+        damaged.join("; ")
+    );
+    Failure::new(Exit::BadInput, what).help(
+        "put a whole copy of one of them in its place, and give the same command again; to begin again instead, move all of them to another folder first",
+    )
 }
 
 /// The steps that are lost where a run had made so many and goes on from this one, as a sentence
@@ -311,7 +347,7 @@ fn prepared(
     let n_new = left::ranks_of(&new);
     let since = args.lost_at_ms.filter(|_| from.done <= from.first);
     let last = from.first + args.steps;
-    let (resume, step, source) = from.source(args);
+    let (resume, step, source) = from.source(args)?;
     let losses = args.losses + 1;
     let beside = |what: String| args.output.with_extension(what);
     let plan = beside(format!("plan-{losses}-of-{n_new}-ranks.json"));

@@ -208,31 +208,45 @@ impl Journal {
         ))
     }
 
-    /// The newest checkpoint that is whole, with its step, and what is wrong with those after it.
-    /// One that was just made of what ranks left was verified then, and is not read for it again.
-    fn newest(
-        &self,
-        folder: &Path,
-        salvaged: Option<&Result<Rescued, String>>,
-    ) -> (Option<(PathBuf, u64)>, Vec<String>) {
+    /// The newest checkpoint of the run, and those that are passed over. One that was just made of what ranks left was verified then, and is not read for it again.
+    fn newest(&self, folder: &Path, salvaged: Option<&Result<Rescued, String>>) -> Newest {
+        let mut newest = Newest::default();
         if let Some(Ok(Rescued { step, path })) = salvaged {
-            return (Some((path.clone(), (*step).min(self.end))), Vec::new());
+            newest.whole = Some((path.clone(), (*step).min(self.end)));
+            return newest;
         }
-        let mut damaged = Vec::new();
         let all = runtime::checkpoint::numbered(folder).into_iter().rev();
-        let is_its_own = |path: &PathBuf| match runtime::checkpoint::summary(path) {
-            Ok(found) => found.origin.run.as_deref() == Some(&self.run),
-            // Nobody knows whose it is.
-            Err(_) => true,
-        };
-        for path in all.map(|(_, path)| path).filter(is_its_own) {
+        for (_, path) in all {
+            // Without a manifest nobody knows whose it is.
+            let run = runtime::checkpoint::summary(&path).map(|found| found.origin.run);
+            let is_its_own = run.map(|run| run.as_ref() == Some(&self.run)).ok();
+            if is_its_own == Some(false) {
+                continue;
+            }
             match runtime::checkpoint::verify(&path) {
-                Ok(found) => return (Some((path, found.step().min(self.end))), damaged),
-                Err(all) => damaged.extend(all.first().map(ToString::to_string)),
+                Ok(found) => {
+                    newest.whole = Some((path, found.step().min(self.end)));
+                    break;
+                }
+                Err(all) => {
+                    newest.damaged.extend(all.first().map(ToString::to_string));
+                    newest.has_lost_own |= is_its_own == Some(true);
+                }
             }
         }
-        (None, damaged)
+        newest
     }
+}
+
+/// The checkpoints of a run that stand in its folder.
+#[derive(Debug, Default, PartialEq)]
+struct Newest {
+    /// The newest checkpoint that is whole, with its step.
+    whole: Option<(PathBuf, u64)>,
+    /// The errors of those after it.
+    damaged: Vec<String>,
+    /// Whether one of these is known to be the run's own.
+    has_lost_own: bool,
 }
 
 /// A name that no other run has.
@@ -314,7 +328,12 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
     // A run that was asked to end, and did, has lost nothing.
     let lost_at_ms =
         last_seen(args).filter(|_| processes < before.processes || args.after_loss > 0);
-    let (newest, damaged) = journal.newest(folder, salvaged.as_ref());
+    let found = journal.newest(folder, salvaged.as_ref());
+    let (newest, damaged) = (found.whole, found.damaged);
+    if newest.is_none() && found.has_lost_own {
+        let run = format!("the run of {} is not done", folder.join(NAME).display());
+        return Err(elastic::none_whole(&run, &damaged));
+    }
     let step = newest.as_ref().map_or(journal.first, |(_, step)| *step);
     let began = Instant::now();
     let (mut planned, mut planned_now) = (String::new(), None);
@@ -529,9 +548,9 @@ mod tests {
             path: path.clone(),
         });
         let folder = Path::new("/nowhere");
-        let (newest, damaged) = journal.newest(folder, Some(&salvaged));
-        assert_eq!((newest, damaged.len()), (Some((path, 7)), 0));
+        let newest = journal.newest(folder, Some(&salvaged));
+        assert_eq!((newest.whole, newest.damaged.len()), (Some((path, 7)), 0));
         let none = journal.newest(folder, Some(&Err("one had not written".into())));
-        assert_eq!(none, (None, Vec::new()));
+        assert_eq!(none, Newest::default());
     }
 }

@@ -40,10 +40,13 @@ pub fn end(reason: &str) {
 pub fn words(
     args: &crate::args::RunArgs,
     loaded: &crate::plan_file::Loaded,
-    of: usize,
+    runtime::processes::Place { index: me, of }: runtime::processes::Place,
 ) -> runtime::processes::LastWords {
+    use super::elastic::SoFar;
     use runtime::RuntimeError;
     use runtime::processes::Departed;
+    use runtime::record::Verdict;
+    let so_far = SoFar::begin_elsewhere(args);
     let (args, loaded) = (args.clone(), loaded.clone());
     // As processes share them.
     let roles = loaded.program.roles.iter();
@@ -61,8 +64,17 @@ pub fn words(
             how: "its process has ended".into(),
             is_silent: false,
         };
-        let words = super::records::explained(&args, &loaded, (&error, None));
-        let code = crate::tell(super::records::failure(&args, (error, words), None));
+        // One that hung was given up by process 0, which has said so and killed it.
+        let known = args.record.as_deref().and_then(Verdict::read);
+        let words = match known.filter(|v| v.found.contains_key(&rank)) {
+            Some(known) => known.error,
+            None => super::records::explained(&args, &loaded, (&error, None)),
+        };
+        let failure = super::records::failure(&args, (error, words), so_far.as_ref());
+        let code = crate::tell(match me {
+            0 => failure,
+            index => failure.of_process(index),
+        });
         runtime::files::remove_unfinished();
         // The others see that one has ended before they see that this one has.
         std::thread::sleep(std::time::Duration::from_millis(100));

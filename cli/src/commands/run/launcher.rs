@@ -20,6 +20,8 @@ pub struct Launched {
     pub key: String,
     /// Whether its variables may have been set by hand.
     is_by_hand: bool,
+    /// Whether nothing but the parent of its processes tells it from others.
+    is_of_parent: bool,
 }
 
 impl Launched {
@@ -35,6 +37,21 @@ impl Launched {
             (None, Some(address)) => format!("{who}, the first at {address}"),
             (None, None) => format!("{who}, and nothing says that all are on this host"),
         }
+    }
+    /// The same with the name that processes on several hosts have in common: their parents are
+    /// others on each host. No launcher is known to give them none.
+    pub fn named(mut self, rendezvous: Option<&str>) -> Self {
+        if let Some(address) = rendezvous.filter(|_| self.is_of_parent && !self.is_local()) {
+            self.key = format!("{} {address}", self.by);
+        }
+        self
+    }
+    /// How processes of this host find each other that did not, where nothing but their parent tells
+    /// their run from others.
+    pub fn way_together(&self) -> Option<&'static str> {
+        (self.is_of_parent && self.is_by_hand).then_some(
+            "processes that find each other by RANK, WORLD_SIZE and LOCAL_WORLD_SIZE alone must have one parent, as a shell that starts all of them; others are told of each other by MASTER_ADDR=127.0.0.1 and a MASTER_PORT that no other run has",
+        )
     }
     /// How somebody who set the variables by hand says that all are on this host.
     pub fn way_home(&self) -> Option<String> {
@@ -215,7 +232,8 @@ pub fn launched(env: &dyn Fn(&str) -> Option<String>) -> Result<Option<Launched>
     let local = local.filter(|local| *local < on_this_host.unwrap_or(place.of));
     let mut key: Vec<String> = vec![variables.by.into()];
     key.extend(variables.key.iter().filter_map(|n| env(n)));
-    if key.len() == 1 {
+    let is_of_parent = key.len() == 1;
+    if is_of_parent {
         // The launcher names no run: its processes have one parent.
         key.push(format!("parent {}", std::os::unix::process::parent_id()));
     }
@@ -227,6 +245,7 @@ pub fn launched(env: &dyn Fn(&str) -> Option<String>) -> Result<Option<Launched>
         address: address(env),
         key: key.join(" "),
         is_by_hand: mark(env).is_none(),
+        is_of_parent,
     }))
 }
 

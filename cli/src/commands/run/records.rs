@@ -6,14 +6,14 @@
 
 use super::among::Company;
 use super::elastic::SoFar;
-use crate::args::RunArgs;
+use crate::args::{DecayArg, RunArgs};
 use crate::commands::doctor::{activity, names, when};
 use crate::failure::Failure;
 use crate::plan_file::Loaded;
 use crate::report::place::{in_words, without_empty};
 use ir::Rank;
 use runtime::RuntimeError;
-use runtime::record::{self, Doing, Fate, Recording, Seen, Verdict};
+use runtime::record::{self, Doing, Fate, Finder, Recording, Seen, Verdict};
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -59,8 +59,13 @@ pub fn explained(
     let (Some(folder), Some(verdict)) = (&args.record, verdict) else {
         return words;
     };
-    // All that this process sees once it goes on follows from its own silence.
-    if let Some(others) = without_this(folder) {
+    // All that this process sees once it goes on follows from its own silence. A process that is cut
+    // off has ended alone.
+    let is_cut_off = |others: &Verdict| {
+        let finder = others.by.as_ref().zip(company);
+        finder.is_some_and(|(by, company)| company.has_cut_off(by))
+    };
+    if let Some(others) = without_this(folder).filter(|others| !is_cut_off(others)) {
         return format!(
             "process 0 stood still, or could not be heard: the others have ended without it ({}), and so {words}",
             others.error
@@ -110,6 +115,7 @@ fn examined(
     let verdict = Verdict {
         error: error.to_string(),
         found: found(error, (&seen, &doing), company),
+        by: Some(Finder::me()),
     };
     let named = match error {
         RuntimeError::Gone { rank, .. } => Some(*rank),
@@ -185,21 +191,30 @@ pub fn failure(
 
 /// How a run that lost a process goes on from its newest checkpoint, in words.
 fn way_on(args: &RunArgs, so_far: Option<&SoFar>) -> String {
+    if args.elastic {
+        return "the same command goes on from the newest checkpoint, with the processes that there are".into();
+    }
     let Some(path) = &args.checkpoint else {
         return "a run with --checkpoint DIR and --checkpoint-every N can go on from its newest checkpoint".into();
     };
     let folder = path.display();
     let Some(so_far) = so_far else {
         return format!(
-            "--resume {folder} goes on from the newest checkpoint, whose step `meshwright checkpoint inspect {folder}` says"
+            "--resume {folder} goes on from the newest checkpoint, whose step `meshwright checkpoint inspect {folder}` says; --steps counts the steps from there"
         );
     };
+    let end = so_far.first.saturating_add(args.steps);
     match (so_far.newest_step(path), args.checkpoint_every) {
+        (Some(step), _) if step >= end => format!(
+            "the newest checkpoint in {folder} has all of its steps, and `meshwright checkpoint convert` makes weights of it"
+        ),
         (Some(step), _) => {
-            let left = (so_far.first + args.steps).saturating_sub(step);
-            format!(
-                "to go on, the same command with --resume {folder} --steps {left}, and --total-steps if the learning rate decays"
-            )
+            let total = match args.schedule {
+                DecayArg::Constant => String::new(),
+                _ => format!(" --total-steps {}", args.total_steps.unwrap_or(end)),
+            };
+            let left = end - step;
+            format!("to go on, give the same command with --resume {folder} --steps {left}{total}")
         }
         (None, None) => {
             "it had written no checkpoint: --checkpoint-every N writes some on the way".into()
@@ -222,6 +237,7 @@ pub fn without_first(folder: Option<&Path>, error: &RuntimeError) {
         let verdict = Verdict {
             error: error.to_string(),
             found: found(error, (&seen, &BTreeMap::new()), None),
+            by: Some(Finder::me()),
         };
         let _ = verdict.write(folder);
     }

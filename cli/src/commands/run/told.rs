@@ -14,6 +14,8 @@ use std::time::{Duration, Instant};
 const LEAST_TO_BE_TOLD: Duration = Duration::from_secs(600);
 /// How often it looks.
 const LOOK: Duration = Duration::from_millis(100);
+/// After so long it says that it waits.
+const TO_SAY: Duration = Duration::from_secs(10);
 
 /// Says to the processes of a launcher with what process 0 goes on, until it is dropped.
 pub struct Told(PathBuf);
@@ -69,8 +71,18 @@ pub fn told(args: &RunArgs, setting: &Setting) -> Result<Option<RunArgs>, Failur
         return Ok(Some(args.clone()));
     };
     let loaded = plan_file::load(&args.plan)?;
-    let until = Instant::now() + Duration::from_secs(args.time_out).max(LEAST_TO_BE_TOLD);
+    let since = Instant::now();
+    let until = since + Duration::from_secs(args.time_out).max(LEAST_TO_BE_TOLD);
+    let mut is_said = false;
     loop {
+        if since.elapsed() > TO_SAY && !is_said {
+            is_said = true;
+            crate::say(format_args!(
+                "note: process {} waits for process 0, which says by the file {} with what it goes on",
+                setting.index(),
+                path.display()
+            ));
+        }
         // Gone between two looks, it is of a process 0 before this one.
         match std::fs::read(&path) {
             Ok(_) => break,
