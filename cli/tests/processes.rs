@@ -308,6 +308,16 @@ fn processes_with_parents_of_their_own_find_each_other() {
     let elastic = [&abroad[..], &elastic, &["--checkpoint-every", "2"]].concat();
     let elastic = [&elastic[..], &["--steps", "3"]].concat();
     ended(&[("LOCAL_WORLD_SIZE", "1")], &elastic, 0);
+    // A process 0 that never comes, or was refused, is not waited for much longer than others are.
+    let lonely = [&elastic[..elastic.len() - 1], &["5", "--time-out", "1"]].concat();
+    let began = Instant::now();
+    let waits = start("1", &[("LOCAL_WORLD_SIZE", "1")], &lonely);
+    let output = waits.wait_with_output().unwrap();
+    let words = said(&output);
+    assert_eq!(output.status.code(), Some(6), "{words}");
+    let not = "process 0 did not say what it goes on with";
+    assert!(words.contains(not), "{words}");
+    assert!(began.elapsed() < Duration::from_secs(60), "{words}");
     // Nothing tells their run from others: each of them says how that is done.
     let nameless = [("LOCAL_WORLD_SIZE", "2")];
     for words in ended(&nameless, &["--steps", "3", "--time-out", "1"], 6) {
@@ -470,7 +480,7 @@ fn what_cannot_be_a_run_of_processes_is_said() {
     );
     let by_hand = &[
         "nothing says that all are on this host",
-        "set LOCAL_WORLD_SIZE=2",
+        "set MASTER_ADDR=127.0.0.1",
     ];
     refused(&[], &spread[..2], by_hand);
     let by_torchrun = [&spread[..], &[("TORCHELASTIC_RUN_ID", "7")]].concat();

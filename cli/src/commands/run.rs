@@ -343,6 +343,9 @@ fn run_as(
         journal::end(args);
         if args.elastic {
             elastic::forget(args);
+            args.checkpoint
+                .iter()
+                .for_each(|folder| runtime::checkpoint::forget(folder));
         }
     }
     drop(session);

@@ -240,6 +240,18 @@ fn an_elastic_run_whose_checkpoints_are_all_damaged_is_refused() {
         assert!(words.contains(name), "{name}: {words}");
     }
     assert_eq!(checkpoints(), before);
+    // Nor does it where no manifest says whose they are.
+    for name in &before {
+        let manifest = place.path(&format!("state/{name}/manifest.json"));
+        let _ = std::fs::remove_file(manifest);
+    }
+    let refused = place.run(&args).expect(3);
+    let words = support::flat(&refused.err);
+    assert!(words.contains("whole: state/"), "{words}");
+    assert_eq!(checkpoints(), before);
+    let one = format!("state/{}", before[0]);
+    let verified = place.run(&["checkpoint", "verify", &one]).expect(5);
+    assert!(verified.out.contains("manifest.json"), "{}", verified.out);
     // Without them it begins anew.
     for name in &before {
         std::fs::remove_dir_all(place.path(&format!("state/{name}"))).unwrap();

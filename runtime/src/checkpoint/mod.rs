@@ -269,7 +269,9 @@ pub fn find(path: &Path) -> Result<Found, RuntimeError> {
 
 /// All checkpoints at `path`, newest first: those of a folder, or the one that it is.
 pub fn all(path: &Path) -> Vec<PathBuf> {
-    match path.is_dir() && !path.join(manifest::NAME).exists() {
+    // One that has lost its manifest is one all the same.
+    let is_one = path.join(manifest::NAME).exists() || has_shards(path);
+    match path.is_dir() && !is_one {
         true => {
             let newest_first = numbered(path).into_iter().rev().map(|(_, p)| p);
             let single = Some(path.join(SINGLE)).filter(|p| p.exists());
@@ -337,12 +339,8 @@ fn has_shards(folder: &Path) -> bool {
     let is_folder = folder.symlink_metadata().is_ok_and(|m| m.is_dir());
     let files = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let mut names = files.map(|file| file.file_name());
-    is_folder
-        && names.any(|name| {
-            Path::new(&name)
-                .extension()
-                .is_some_and(|e| e == "safetensors")
-        })
+    let is_shard = |name: &str| name.starts_with("rank-") && name.ends_with(".safetensors");
+    is_folder && names.any(|name| name.to_str().is_some_and(is_shard))
 }
 
 impl Checkpoint {

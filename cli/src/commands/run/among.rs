@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 /// How long processes have to come together, however short `--time-out` is: that is chosen for
 /// steps, and a process that starts reads, lowers and checks the plan first. On a busy machine this
 /// took more than the two seconds that a soak of kills gave it.
-const LEAST_TO_JOIN: Duration = Duration::from_secs(20);
+pub const LEAST_TO_JOIN: Duration = Duration::from_secs(20);
 
 /// Which processes have the ranks of a run.
 #[derive(Debug)]

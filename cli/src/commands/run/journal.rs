@@ -218,9 +218,8 @@ impl Journal {
         let all = runtime::checkpoint::numbered(folder).into_iter().rev();
         for (_, path) in all {
             // Without a manifest nobody knows whose it is.
-            let run = runtime::checkpoint::summary(&path).map(|found| found.origin.run);
-            let is_its_own = run.map(|run| run.as_ref() == Some(&self.run)).ok();
-            if is_its_own == Some(false) {
+            let found = runtime::checkpoint::summary(&path).ok();
+            if found.is_some_and(|found| found.origin.run.as_ref() != Some(&self.run)) {
                 continue;
             }
             match runtime::checkpoint::verify(&path) {
@@ -228,10 +227,7 @@ impl Journal {
                     newest.whole = Some((path, found.step().min(self.end)));
                     break;
                 }
-                Err(all) => {
-                    newest.damaged.extend(all.first().map(ToString::to_string));
-                    newest.has_lost_own |= is_its_own == Some(true);
-                }
+                Err(all) => newest.damaged.extend(all.first().map(ToString::to_string)),
             }
         }
         newest
@@ -245,8 +241,6 @@ struct Newest {
     whole: Option<(PathBuf, u64)>,
     /// The errors of those after it.
     damaged: Vec<String>,
-    /// Whether one of these is known to be the run's own.
-    has_lost_own: bool,
 }
 
 /// A name that no other run has.
@@ -330,7 +324,7 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
         last_seen(args).filter(|_| processes < before.processes || args.after_loss > 0);
     let found = journal.newest(folder, salvaged.as_ref());
     let (newest, damaged) = (found.whole, found.damaged);
-    if newest.is_none() && found.has_lost_own {
+    if newest.is_none() && !damaged.is_empty() {
         let run = format!("the run of {} is not done", folder.join(NAME).display());
         return Err(elastic::none_whole(&run, &damaged));
     }

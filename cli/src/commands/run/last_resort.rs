@@ -34,6 +34,37 @@ pub fn end(reason: &str) {
     std::process::abort()
 }
 
+/// How a process is lost that is no more there, in words.
+#[cfg(feature = "mpi")]
+const ENDED: &str = "its process has ended";
+
+/// The loss of a rank, as process 0 has found it.
+#[cfg(feature = "mpi")]
+fn as_found(error: runtime::RuntimeError, fate: runtime::record::Fate) -> runtime::RuntimeError {
+    use runtime::RuntimeError::Gone;
+    use runtime::record::{Fate, SILENT};
+    match (error, fate) {
+        (
+            Gone {
+                rank,
+                process,
+                pid,
+                host,
+                ..
+            },
+            Fate::Lost(how),
+        ) => Gone {
+            is_silent: how == SILENT,
+            rank,
+            process,
+            pid,
+            host,
+            how,
+        },
+        (error, _) => error,
+    }
+}
+
 /// The words of a process that MPI's launcher is about to kill, as another one of its host has
 /// ended: it says whose ranks these were and where, writes that down for `doctor`, and ends.
 #[cfg(feature = "mpi")]
@@ -61,14 +92,25 @@ pub fn words(
             process,
             pid,
             host,
-            how: "its process has ended".into(),
+            how: ENDED.into(),
             is_silent: false,
         };
-        // One that hung was given up by process 0, which has said so and killed it.
+        // One that hung was given up by process 0, which has written that down and killed it.
         let known = args.record.as_deref().and_then(Verdict::read);
-        let words = match known.filter(|v| v.found.contains_key(&rank)) {
-            Some(known) => known.error,
-            None => super::records::explained(&args, &loaded, (&error, None)),
+        let known = known.and_then(|v| v.found.get(&rank).cloned());
+        let (error, words) = match known {
+            Some(fate) => {
+                let error = as_found(error, fate);
+                let words = super::records::told(&args, &loaded, &error);
+                (error, words)
+            }
+            None => {
+                // Little time may be left: that it is lost is said and written down before all else.
+                crate::say(format_args!("lost: {error}"));
+                super::records::lost(args.record.as_deref(), rank, &error);
+                let words = super::records::explained(&args, &loaded, (&error, None));
+                (error, words)
+            }
         };
         let failure = super::records::failure(&args, (error, words), so_far.as_ref());
         let code = crate::tell(match me {

@@ -54,12 +54,9 @@ impl Launched {
         )
     }
     /// How somebody who set the variables by hand says that all are on this host.
-    pub fn way_home(&self) -> Option<String> {
-        let of = self.place.of;
+    pub fn way_home(&self) -> Option<&'static str> {
         (self.is_by_hand && self.on_this_host.is_none()).then(|| {
-            format!(
-                "if all are on this host, set LOCAL_WORLD_SIZE={of}, or MASTER_ADDR=127.0.0.1 and MASTER_PORT"
-            )
+            "if all are on this host, set MASTER_ADDR=127.0.0.1, and MASTER_PORT to a port that no other run has"
         })
     }
     /// Whether all processes are known to be on this host.

@@ -94,6 +94,20 @@ pub fn held(
     }
 }
 
+/// Whether a process 0 has the folder now; none where that cannot be seen, as where file systems
+/// have no locks.
+pub fn is_held(folder: &Path) -> Option<bool> {
+    let file = match open_regular(&folder.join(NAME)) {
+        Err(e) if e.kind() == ErrorKind::NotFound => return Some(false),
+        opened => opened.ok()?,
+    };
+    match file.try_lock_shared() {
+        Ok(()) => Some(false),
+        Err(TryLockError::WouldBlock) => Some(true),
+        Err(TryLockError::Error(_)) => None,
+    }
+}
+
 /// Says that the folder is another process'.
 fn taken(args: &RunArgs, folder: &Path) -> String {
     let what = match args.elastic {

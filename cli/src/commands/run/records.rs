@@ -225,6 +225,20 @@ fn way_on(args: &RunArgs, so_far: Option<&SoFar>) -> String {
     }
 }
 
+/// Writes down that a rank is lost, before it is looked at where it was.
+#[cfg(feature = "mpi")]
+pub fn lost(folder: Option<&Path>, rank: Rank, error: &RuntimeError) {
+    let RuntimeError::Gone { how, .. } = error else {
+        return;
+    };
+    let verdict = Verdict {
+        error: error.to_string(),
+        found: BTreeMap::from([(rank, Fate::Lost(how.clone()))]),
+        by: Some(Finder::me()),
+    };
+    let _ = folder.map(|folder| verdict.write(folder));
+}
+
 /// Writes down, for a process that is left without process 0, that this is lost.
 pub fn without_first(folder: Option<&Path>, error: &RuntimeError) {
     let is_of_first = matches!(error, RuntimeError::Gone { process: 0, .. });

@@ -1,16 +1,17 @@
 //! How the processes that a launcher started learn with what process 0 of an elastic run goes on: from a
 //! file in the folder of checkpoints, which is there until all have met.
 
-use super::among::Setting;
+use super::among::{LEAST_TO_JOIN, Setting};
 use super::elastic::{self, Continued};
-use super::journal;
+use super::{journal, lock};
 use crate::args::RunArgs;
 use crate::failure::{Exit, Failure};
 use crate::{document, outputs, plan_file};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// Least that a process waits for process 0, which may have to plan first.
+/// Least that a process waits for process 0, which may have to plan first, and has the folder of
+/// checkpoints meanwhile.
 const LEAST_TO_BE_TOLD: Duration = Duration::from_secs(600);
 /// How often it looks.
 const LOOK: Duration = Duration::from_millis(100);
@@ -72,9 +73,17 @@ pub fn told(args: &RunArgs, setting: &Setting) -> Result<Option<RunArgs>, Failur
     };
     let loaded = plan_file::load(&args.plan)?;
     let since = Instant::now();
-    let until = since + Duration::from_secs(args.time_out).max(LEAST_TO_BE_TOLD);
+    let patience = Duration::from_secs(args.time_out);
+    let until = since + patience.max(LEAST_TO_BE_TOLD);
+    // Nobody has the folder: process 0 has not come, or has come to nothing.
+    let mut seen = since;
     let mut is_said = false;
     loop {
+        let is_held = args.checkpoint.as_deref().and_then(lock::is_held);
+        if is_held != Some(false) {
+            seen = Instant::now();
+        }
+        let until = until.min(seen + patience.max(LEAST_TO_JOIN));
         if since.elapsed() > TO_SAY && !is_said {
             is_said = true;
             crate::say(format_args!(
@@ -93,8 +102,7 @@ pub fn told(args: &RunArgs, setting: &Setting) -> Result<Option<RunArgs>, Failur
                     "process 0 did not say what it goes on with, by the file {}",
                     path.display()
                 );
-                let help =
-                    "see its messages; the folder of --checkpoint must be one that all hosts have";
+                let help = "see its messages, if it was refused; the folder of --checkpoint must be one that all hosts have";
                 return Err(Failure::new(Exit::RunFailed, what).help(help));
             }
         }
