@@ -55,9 +55,9 @@ impl Launched {
     }
     /// How somebody who set the variables by hand says that all are on this host.
     pub fn way_home(&self) -> Option<&'static str> {
-        (self.is_by_hand && self.on_this_host.is_none()).then(|| {
-            "if all are on this host, set MASTER_ADDR=127.0.0.1, and MASTER_PORT to a port that no other run has"
-        })
+        (self.is_by_hand && self.on_this_host.is_none()).then_some(
+            "if all are on this host, set MASTER_ADDR=127.0.0.1, and MASTER_PORT to a port that no other run has",
+        )
     }
     /// Whether all processes are known to be on this host.
     pub fn is_local(&self) -> bool {
