@@ -332,20 +332,27 @@ fn crosses_hosts(what: &str) -> bool {
     calls.iter().any(|call| what.starts_with(call))
 }
 
+/// The binary built with MPI, whose path `MESHWRIGHT_MPI` is; none where there is none.
+fn with_mpi() -> Option<String> {
+    let binary = std::env::var("MESHWRIGHT_MPI").ok();
+    if binary.is_none() {
+        println!("skipped: MESHWRIGHT_MPI names no binary built with MPI");
+    }
+    binary
+}
+
 /// The same by MPI, with the binary built for it, whose path `MESHWRIGHT_MPI` is: the library
 /// chooses how messages go, and a late link and a slow one show all the same.
 #[test]
 fn late_and_slow_links_show_by_mpi() {
-    let Some(binary) = std::env::var_os("MESHWRIGHT_MPI") else {
-        eprintln!("skipped: MESHWRIGHT_MPI names no binary built with MPI");
+    let Some(binary) = with_mpi() else {
         return;
     };
-    let binary = binary.to_str().unwrap();
     let Some((place, alone)) = four_hosts() else {
         return;
     };
     let run = |variables: &[(&str, &str)]| {
-        let mpi = ["mpirun", binary];
+        let mpi = ["mpirun", &binary];
         let args = ["--steps", "2", "--mpi", "-o", "apart.json"];
         let args = [&mpi[..], &RUN, &args].concat();
         let output = on_four_hosts(&place, &args, variables).unwrap();
@@ -381,8 +388,7 @@ fn late_and_slow_links_show_by_mpi() {
 /// into the same files.
 #[test]
 fn processes_that_mpi_does_not_join_are_refused() {
-    let Some(binary) = std::env::var_os("MESHWRIGHT_MPI") else {
-        eprintln!("skipped: MESHWRIGHT_MPI names no binary built with MPI");
+    let Some(binary) = with_mpi() else {
         return;
     };
     let place = two_hosts();
@@ -412,8 +418,7 @@ fn processes_that_mpi_does_not_join_are_refused() {
 /// of how to go on.
 #[test]
 fn interrupted_mpirun_leaves_a_checkpoint_and_words() {
-    let Some(binary) = std::env::var_os("MESHWRIGHT_MPI") else {
-        eprintln!("skipped: MESHWRIGHT_MPI names no binary built with MPI");
+    let Some(binary) = with_mpi() else {
         return;
     };
     let place = two_hosts();
@@ -519,12 +524,11 @@ fn process_0_names_who_is_lost_before_mpirun_ends_it() {
 /// A process that hangs is given up as one that does not answer, and ended: not the other way round.
 #[test]
 fn a_process_that_hangs_by_mpi_has_not_ended() {
-    let Some(binary) = std::env::var_os("MESHWRIGHT_MPI") else {
-        eprintln!("skipped: MESHWRIGHT_MPI names no binary built with MPI");
+    let Some(binary) = with_mpi() else {
         return;
     };
     let args = ["--mpi", "--time-out", "3"];
-    let Some((_, words)) = hurt_under_mpirun(binary.to_str().unwrap(), &args, "STOP") else {
+    let Some((_, words)) = hurt_under_mpirun(&binary, &args, "STOP") else {
         return;
     };
     assert!(words.contains("does not answer"), "{words}");

@@ -259,8 +259,7 @@ fn run_as(
             return Err(elastic::go_on(args, &loaded, company, (words, so_far)));
         }
         (Err((e @ RuntimeError::Gone { .. }, words)), _) if args.elastic => {
-            let help = "the same command goes on from the newest checkpoint, with the processes that there are";
-            return Err(failure_of(e, words, &so_far).help(help));
+            return Err(failure_of(e, words, &so_far));
         }
         (Err((e, words)), _) => {
             if so_far.done == first && !e.is_of_work() {

@@ -268,11 +268,15 @@ pub fn gather(
         processes: Arc::new(processes.with_local(setting.local())),
         children: None,
     };
-    let with_launched =
-        |host: Host| match host.gather(of, &fingerprint, patience, &mut || is_asked()) {
-            Err(JoinError::Ended(_)) if interrupts.is_asked() => Err(interrupted()),
-            gathered => Ok(Some(alone(gathered?))),
-        };
+    let with_launched = |host: Host, failed: &dyn Fn(JoinError) -> Failure| match host.gather(
+        of,
+        &fingerprint,
+        patience,
+        &mut || is_asked(),
+    ) {
+        Err(JoinError::Ended(_)) if interrupts.is_asked() => Err(interrupted()),
+        gathered => Ok(Some(alone(gathered.map_err(failed)?))),
+    };
     match setting {
         Setting::Alone => Ok(None),
         Setting::Starts(_) => {
@@ -327,9 +331,15 @@ pub fn gather(
         }
         Setting::Launched(launched) if launched.is_local() => {
             let place = launched.place;
-            let hinted = |failure: Failure| match launched.way_together() {
-                Some(way) if failure.exit() == Exit::RunFailed => failure.help(way),
-                _ => failure,
+            let failed = |e: JoinError| {
+                let is_missed =
+                    matches!(e, JoinError::Unreachable { .. } | JoinError::Missing { .. });
+                let way = launched.way_together().filter(|_| is_missed);
+                let failure = Failure::from(e);
+                match way {
+                    Some(way) => failure.help(way),
+                    None => failure,
+                }
             };
             if place.index > 0 {
                 let find = &mut || {
@@ -338,12 +348,7 @@ pub fn gather(
                 };
                 let way = Way::LookedUp(find);
                 let joined = join(place, &fingerprint, patience, way);
-                let is_missed = matches!(joined, Err(JoinError::Unreachable { .. }));
-                let joined = joined.map_err(Failure::from);
-                return match is_missed {
-                    true => Ok(Some(alone(joined.map_err(hinted)?))),
-                    false => Ok(Some(alone(joined?))),
-                };
+                return Ok(Some(alone(joined.map_err(failed)?)));
             }
             interrupts.begin_to_look();
             if args.token_file.is_some() || args.rendezvous.is_some() || args.bind.is_some() {
@@ -354,7 +359,7 @@ pub fn gather(
             let host = open(loopback())?;
             let appointment = Appointment::new(host.address(), host.token());
             let _posted = rendezvous::post(&launched.key, &appointment)?;
-            with_launched(host).map_err(hinted)
+            with_launched(host, &failed)
         }
         Setting::Launched(launched) => {
             let (address, port, token) = abroad(args, launched)?;
@@ -365,7 +370,7 @@ pub fn gather(
             }
             interrupts.begin_to_look();
             let host = Host::open(bound(args, (&address, port))?, token)?;
-            with_launched(host)
+            with_launched(host, &Failure::from)
         }
     }
 }

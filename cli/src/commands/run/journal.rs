@@ -208,7 +208,8 @@ impl Journal {
         ))
     }
 
-    /// The newest checkpoint of the run, and those that are passed over. One that was just made of what ranks left was verified then, and is not read for it again.
+    /// The newest checkpoint of the run, and those that are passed over. One that was just made of
+    /// what ranks left was verified then, and is not read for it again.
     fn newest(&self, folder: &Path, salvaged: Option<&Result<Rescued, String>>) -> Newest {
         let mut newest = Newest::default();
         if let Some(Ok(Rescued { step, path })) = salvaged {

@@ -38,8 +38,8 @@ impl Launched {
             (None, None) => format!("{who}, and nothing says that all are on this host"),
         }
     }
-    /// The same with the name that processes on several hosts have in common: their parents are
-    /// others on each host. No launcher is known to give them none.
+    /// The same, named by the address where processes on several hosts meet if nothing but their
+    /// parent names their run: each host has another parent.
     pub fn named(mut self, rendezvous: Option<&str>) -> Self {
         if let Some(address) = rendezvous.filter(|_| self.is_of_parent && !self.is_local()) {
             self.key = format!("{} {address}", self.by);

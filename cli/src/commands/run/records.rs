@@ -155,7 +155,7 @@ fn forget_absent(doing: &mut Doing, seen: &[Seen]) {
 }
 
 /// The failure of a run whose steps ended with an error, explained by these words, with the way to
-/// learn more and to go on. `so_far` is what process 0 knows of the run.
+/// learn more and to go on. `so_far` is what this process knows of the run.
 pub fn failure(
     args: &RunArgs,
     (error, words): (RuntimeError, String),
