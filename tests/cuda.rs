@@ -133,6 +133,7 @@ on_gpus! {
     bloom_context_zigzag: "bloom", 2,
         ["context=2", "data=1", "pipeline=1", "context_order=zigzag"];
     deepseek_v3_tensor: "deepseek_v3", 2, ["data=1", "tensor=2", "pipeline=1"];
+    deepseek_v3_further_stages: "deepseek_v3_further", 2, ["data=1", "tensor=1", "pipeline=2", "microbatch=4"];
     gpt_oss_experts: "gpt_oss", 2, ["data=2", "expert=2", "tensor=1", "pipeline=1", "microbatch=4"];
 }
 

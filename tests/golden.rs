@@ -48,6 +48,18 @@ fn mixtral() -> Graph {
     model(config, 8)
 }
 
+/// Two further tokens by one module.
+fn further() -> Graph {
+    let config = serde_json::json!({
+        "model_type": "nemotron_h", "vocab_size": 16, "hidden_size": 8, "intermediate_size": 8,
+        "hybrid_override_pattern": "-", "num_attention_heads": 2, "num_key_value_heads": 2,
+        "head_dim": 4, "mamba_num_heads": 2, "mamba_head_dim": 4, "ssm_state_size": 2, "n_groups": 1,
+        "max_position_embeddings": 8, "num_nextn_predict_layers": 1, "mtp_num_layers": 2,
+        "mtp_use_repeated_layer": true, "mtp_hybrid_override_pattern": "*",
+    });
+    model(config, 8)
+}
+
 fn train(forward: &Graph, precision: Precision) -> TrainSpec {
     TrainSpec {
         global_batch: 4,
@@ -182,6 +194,7 @@ goldens! {
     pipeline_zb_h1: mlp(2), F32, 2, ["pipeline=2", "microbatch=1", "schedule=zb_h1"];
     pipeline_zb_v: mlp(2), F32, 2, ["pipeline=2", "microbatch=1", "schedule=zb_v"];
     pipeline_interleaved: mlp(2), F32, 2, ["pipeline=2", "microbatch=1", "virtual=2"];
+    further_tokens: further(), F32, 2, ["pipeline=2", "microbatch=2"];
     tied_embeddings: gpt2(true), F32, 2, ["pipeline=2", "microbatch=2"];
     recomputation: mlp(1), F32, 1, ["recompute=full", "microbatch=2"];
     loss_scaling: mlp(1), F16, 1, ["microbatch=2"];

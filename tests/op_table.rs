@@ -380,6 +380,8 @@ fn sources() -> Vec<Row> {
     vec![
         row(OpKind::Input { kind: InputKind::Tokens }, "", "i32[B,3]", (2, 0), Work::Nothing, Gradient::Source),
         row(OpKind::Input { kind: InputKind::Labels }, "", "i32[B,3]", (2, 0), Work::Nothing, Gradient::Source),
+        row(OpKind::Input { kind: InputKind::FurtherTokens { by: 1 } }, "", "i32[B,3]", (2, 0), Work::Nothing, Gradient::Source),
+        row(OpKind::Input { kind: InputKind::FurtherLabels { by: 2 } }, "", "i32[B,3]", (2, 0), Work::Nothing, Gradient::Source),
         row(OpKind::Input { kind: InputKind::Images }, "", "f32[B,5,4,3]", (4, 0), Work::Nothing, Gradient::Source),
         row(state, "", "f32[3,4]", (2, 0), Work::Nothing, Gradient::Source),
         row(OpKind::Constant { value: 0.5 }, "", "f32[]", (0, 0), Work::Nothing, Gradient::Source),

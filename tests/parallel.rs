@@ -1012,6 +1012,57 @@ fn state_spaces_are_those_of_the_single_device() {
     check(&Case::load("nemotron_h"), 4, &[], false);
 }
 
+/// Modules that predict further tokens: what they read beside the stage before, the embedding of another
+/// stage and the head's input, in every kind of plan; one module in several turns; with the head tied to
+/// the embedding, so that a table has three users.
+#[test]
+fn further_tokens_are_those_of_the_single_device() {
+    let sharded = "data=2 tensor=2 pipeline=1 zero=3 microbatch=4 recompute=selective";
+    let experts = "data=4 expert=4 tensor=1 pipeline=1 zero=1 microbatch=8 recompute=full";
+    let stages = "data=1 tensor=1 pipeline=4 schedule=1f1b zero=0 microbatch=2";
+    for (name, n, pins) in [
+        ("deepseek_v3_further", 4, sharded),
+        ("deepseek_v3_further", 4, experts),
+        ("deepseek_v3_further", 4, stages),
+        (
+            "deepseek_v3_further",
+            2,
+            "data=1 tensor=1 pipeline=2 schedule=zb_h1 zero=0 microbatch=2",
+        ),
+        (
+            "deepseek_v3_further",
+            2,
+            "data=1 context=2 context_attention=ring tensor=1 pipeline=1 microbatch=4",
+        ),
+        (
+            "nemotron_h_further",
+            4,
+            "data=2 tensor=1 pipeline=2 virtual=2 zero=1 microbatch=2",
+        ),
+        (
+            "nemotron_h_further",
+            4,
+            "data=1 tensor=4 pipeline=1 zero=0 microbatch=8",
+        ),
+    ] {
+        check(&Case::load(name), n, &[pins], false);
+    }
+    check(&Case::load("deepseek_v3_further"), 4, &[], false);
+    let tied = Case::tied("deepseek_v3_further");
+    check(
+        &tied,
+        4,
+        &["data=2 tensor=1 pipeline=2 zero=2 microbatch=2"],
+        false,
+    );
+    check(
+        &tied,
+        2,
+        &["data=1 tensor=2 pipeline=1 zero=0 microbatch=4"],
+        false,
+    );
+}
+
 /// Tokens go to their experts and back by all-to-alls, and a rank keeps its experts alone.
 #[test]
 fn tokens_travel_to_their_experts() {

@@ -177,6 +177,14 @@ fn nemotron_h_with_experts_in_a_latent_space() {
     check(CASES[27]);
 }
 #[test]
+fn deepseek_v3_with_two_modules_for_further_tokens() {
+    check(CASES[28]);
+}
+#[test]
+fn nemotron_h_with_a_repeated_module_for_further_tokens() {
+    check(CASES[29]);
+}
+#[test]
 fn gemma_with_a_scaled_embedding() {
     check(CASES[15]);
 }

@@ -6,7 +6,7 @@ use crate::failure::{Exit, Failure};
 use crate::files;
 use import::{BuildOptions, ImportError, MODEL_TYPES, ModelConfig, builtin, model_graph};
 use ir::op::{InputKind, OpKind};
-use ir::{Dim, Graph, counted};
+use ir::{Dim, Graph, Task, counted};
 use std::path::{Path, PathBuf};
 
 /// A model whose sequence and dropout are not known yet.
@@ -248,10 +248,15 @@ impl Model {
         }
     }
 
-    /// Builds the forward graph.
-    pub fn graph(self, sequence: u64, dropout: f64) -> Result<Graph, Failure> {
+    /// Builds the forward graph of samples of so many tokens, in which `task` needs no part of the model
+    /// that only training has.
+    pub fn graph(self, sequence: u64, dropout: f64, task: Task) -> Result<Graph, Failure> {
         match self {
             Model::Config(c) => {
+                let c = match task {
+                    Task::Training => *c,
+                    Task::Inference => c.without_further_tokens(),
+                };
                 model_graph(&c, &BuildOptions { sequence, dropout }).map_err(option_failure)
             }
             Model::Graph(g) => match sequence_of(&g) {

@@ -156,9 +156,33 @@ fn weights_go_to_pytorch_s_form_as_transformers_call_them_and_back() {
     place.run(&run).expect(0);
     // Nothing is left beside, and the weights of another form are no states.
     assert!(place.names().iter().all(|n| !n.starts_with(".meshwright")));
-    convert(&["there", "--plan", "plan.json", "-o", "x"])
+    // What is called otherwise is refused, with the flag for it, and leaves no folder.
+    convert(&["there", "--plan", "plan.json", "-o", "x/y"])
         .expect(3)
         .says(&["it has no tensor"]);
+    convert(&["state", "--to", "dcp", "-o", "own"]).expect(0);
+    let refused = convert(&["own", "--config", "config.json", "-o", "x/y"]).expect(3);
+    let refused = refused.says(&[
+        "it has no tensor",
+        "transformers' names",
+        "give --plan PLAN",
+    ]);
+    assert!(!refused.err.contains("plan's states"), "{}", refused.err);
+    let other: serde_json::Value = serde_json::from_slice(&place.read("config.json")).unwrap();
+    let mut other = other;
+    other["n_layer"] = 1.into();
+    place.write("other.json", other.to_string().as_bytes());
+    let to = [
+        "state",
+        "--to",
+        "dcp",
+        "--config",
+        "other.json",
+        "-o",
+        "x/y",
+    ];
+    convert(&to).expect(3).says(&["in the checkpoint"]);
+    assert!(!place.exists("x"));
     convert(&[
         "state",
         "--prefix",

@@ -352,10 +352,11 @@ fn damaged_checkpoints_do_not_count_among_those_that_stay() {
 }
 
 /// Runs a script in a namespace in which it may mount file systems.
-fn with_mounts(place: &Place, script: &str) -> Output {
+fn with_mounts(place: &Place, script: &str, more: &[&str]) -> Output {
     let output = Command::new("unshare")
         .args(["-Urm", "bash", "-c", script, "mounts"])
         .arg(env!("CARGO_BIN_EXE_meshwright"))
+        .args(more)
         .current_dir(place.path("."))
         .output()
         .unwrap();
@@ -395,7 +396,7 @@ fn full_and_read_only_file_systems_end_no_run() {
         ls -a state
         "$1" checkpoint verify state
     "#;
-    let output = with_mounts(&place, full);
+    let output = with_mounts(&place, full, &[]);
     let (out, err) = (String::from_utf8_lossy(&output.stdout), said(&output));
     assert!(out.contains("code 3"), "{out}{err}");
     assert!(err.contains("No space left on device"), "{err}");
@@ -427,7 +428,7 @@ fn full_and_read_only_file_systems_end_no_run() {
         "$1" run plan.json --data text.txt --steps 1 --checkpoint state
         echo "refused $?"
     "#;
-    let output = with_mounts(&place, read_only);
+    let output = with_mounts(&place, read_only, &[]);
     let (out, err) = (String::from_utf8_lossy(&output.stdout), said(&output));
     let errors = String::from_utf8(place.read("errors")).unwrap();
     assert!(
@@ -466,7 +467,7 @@ fn old_checkpoints_make_room_for_new_ones() {
         echo "code $?"
         ls state
     "#;
-    let output = with_mounts(&place, script);
+    let output = with_mounts(&place, script, &[]);
     let (out, err) = (String::from_utf8_lossy(&output.stdout), said(&output));
     assert_eq!(out.matches("code 0").count(), 3, "{out}{err}");
     assert!(err.contains("No space left on device"), "{err}");
@@ -483,6 +484,120 @@ fn old_checkpoints_make_room_for_new_ones() {
         1,
         "{err}"
     );
+}
+
+/// Runs of an elastic training of two replicas, of which one is killed on a disk that is full: the
+/// arguments are the process, and the number of checkpoints that are there then. The same command is
+/// given again once there is room, where the run says that it needs some.
+const LOSS_ON_A_FULL_DISK: &str = r#"
+    "$1" run plan.json --data text.txt --steps 1 --checkpoint one -o one.json || exit 98
+    size=$(du -sk one/0001-step-1 | cut -f1)
+    mkdir disk && mount -t tmpfs -o size=$((size * 5 / 2))k tmpfs disk || exit 99
+    go_on() {
+        "$1" run plan.json --data text.txt --steps 500 --processes --elastic \
+            --checkpoint disk/state --checkpoint-every 200 -o run.json 2>>errors
+    }
+    go_on "$1" &
+    run=$!
+    # Arguments are lines to grep, whose own do not match.
+    while [ -z "$victim" ]; do
+        case $2 in
+            0) all=$(grep -lz '^-[-]kept=' /proc/[0-9]*/cmdline 2>/dev/null | xargs -r \
+                grep -Lz '^-[-]as-process=' 2>/dev/null);;
+            *) all=$(grep -lz "^-[-]as-process=$2/" /proc/[0-9]*/cmdline 2>/dev/null);;
+        esac
+        for process in $all; do
+            process=${process%/cmdline}
+            [ "$(readlink $process/cwd)" = "$PWD" ] && victim=${process#/proc/}
+        done
+    done
+    while ! ls disk/state | grep -q "^000$3-step"; do sleep 0.005; done
+    dd if=/dev/zero of=disk/filler bs=1k 2>/dev/null
+    kill -9 $victim
+    wait $run
+    code=$?
+    echo "code $code"
+    ls disk/state
+    "$1" checkpoint verify disk/state
+    if [ $code != 0 ]; then
+        rm disk/filler
+        go_on "$1"
+        echo "again $?"
+        ls disk/state
+    fi
+    grep -v "^step " errors >&2
+"#;
+
+/// Two replicas, each of which has all states.
+fn two_replicas() -> Place {
+    let place = Place::new();
+    let compile = ["compile", "config.json", "--cluster", "cpu-default"];
+    let pins = ["--ranks", "2", "--global-batch", "2", "--pin", "data=2"];
+    let zero = ["--pin", "zero=0"];
+    place.run(&[&compile[..], &pins, &zero].concat()).expect(0);
+    place
+}
+
+/// The states that ranks have in memory are worth more than the older one of two checkpoints.
+#[test]
+fn what_ranks_have_in_memory_has_room_on_a_full_disk() {
+    if !may_mount() {
+        return;
+    }
+    for lost in ["0", "1"] {
+        let place = two_replicas();
+        let output = with_mounts(&place, LOSS_ON_A_FULL_DISK, &[lost, "2"]);
+        let out = String::from_utf8_lossy(&output.stdout);
+        let err = support::flat(&said(&output));
+        assert!(out.contains("code 0"), "{out}{err}");
+        assert!(
+            err.contains("had all states in memory: no step is lost"),
+            "{out}{err}"
+        );
+        assert!(out.contains("-step-500: whole"), "{out}{err}");
+        assert!(!out.contains("0001-step-200"), "{out}{err}");
+        assert!(!out.contains("left-by-ranks"), "{out}{err}");
+    }
+}
+
+/// Where the newest checkpoint alone is in the way, the run goes on from it, and says what is lost.
+#[test]
+fn an_elastic_run_without_room_says_what_is_lost() {
+    if !may_mount() {
+        return;
+    }
+    let whys = [
+        "warning: the states of rank1 are not left for the next process 0: ",
+        "The ranks that are left have all states in memory, but these cannot be written: ",
+    ];
+    for (lost, why) in ["0", "1"].into_iter().zip(whys) {
+        let place = two_replicas();
+        let output = with_mounts(&place, LOSS_ON_A_FULL_DISK, &[lost, "1"]);
+        let out = String::from_utf8_lossy(&output.stdout);
+        let err = support::flat(&said(&output));
+        assert!(out.contains("code 3"), "{out}{err}");
+        assert!(err.contains(why), "{out}{err}");
+        let newest = "disk/state/0001-step-200";
+        let end = format!(
+            "the newest whole checkpoint is {newest}, of step 200: the 300 steps after it are lost"
+        );
+        assert!(err.contains(&end), "{out}{err}");
+        assert!(
+            err.contains(&format!("going on from {newest}")),
+            "{out}{err}"
+        );
+        assert!(
+            err.contains("the same command then goes on with the run"),
+            "{err}"
+        );
+        assert!(out.contains(&format!("{newest}: whole")), "{out}{err}");
+        let (before, after) = out.split_once("again ").unwrap();
+        assert!(!before.contains("left-by-ranks"), "{out}{err}");
+        assert!(
+            after.starts_with('0') && after.contains("-step-500"),
+            "{out}{err}"
+        );
+    }
 }
 
 /// Runs may go on from the folder that another one writes to. They may not write to it themselves:

@@ -84,6 +84,76 @@ fn a_trained_checkpoint_is_evaluated() {
     assert!((loss - next).abs() < 1e-5 * next, "{loss} against {next}");
 }
 
+/// Modules that predict further tokens are trained, on samples with more tokens than others have, and left
+/// out of inference, to which a checkpoint of the training goes all the same; one without them does not go
+/// on as one with them.
+#[test]
+fn modules_for_further_tokens_are_of_training_alone() {
+    let place = Place::new();
+    let model = |modules: u64| {
+        let config = serde_json::json!({
+            "model_type": "deepseek_v3", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "num_key_value_heads": 2, "intermediate_size": 16, "q_lora_rank": 8, "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 4,
+            "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 1,
+            "topk_group": 1, "first_k_dense_replace": 1, "vocab_size": 256, "max_position_embeddings": 32,
+            "num_nextn_predict_layers": modules,
+        });
+        place.write("config.json", config.to_string().as_bytes());
+    };
+    let compiled = |plan: &str, more: &[&str]| {
+        let mut args = vec![
+            "compile",
+            "config.json",
+            "--cluster",
+            "cpu-default",
+            "--ranks",
+            "1",
+        ];
+        args.extend(["--global-batch", "4", "-o", plan]);
+        args.extend(more);
+        place.run(&args).expect(0)
+    };
+    model(1);
+    compiled("train.json", &[]);
+    let out = compiled("plan.json", &["--inference"]).out;
+    assert!(!out.contains("mtp"), "{out}");
+    let train = |plan: &str, more: &[&str]| {
+        let mut args = vec!["run", plan, "--data", "text.txt", "--steps", "2", "--json"];
+        args.extend(more);
+        place.run(&args)
+    };
+    let said = train("train.json", &["--checkpoint", "state"])
+        .expect(0)
+        .json();
+    let first = said["first_loss"].as_f64().unwrap();
+    // A tenth of a second loss.
+    assert!((first - 1.1 * 256f64.ln()).abs() < 0.1, "{first}");
+    let said = run(&place, &["--resume", "state", "--json"])
+        .expect(0)
+        .json();
+    let loss = said["losses"][0].as_f64().unwrap();
+    assert!((loss - 256f64.ln()).abs() < 0.1, "{loss}");
+    // 32 inputs, their last label, and the token behind it.
+    place.write("short.txt", &b"a".repeat(33));
+    let args = [
+        "run",
+        "train.json",
+        "--data",
+        "short.txt",
+        "--validation-fraction",
+        "0",
+        "--steps",
+        "1",
+    ];
+    place.run(&args).expect(3).says(&["32 + 2"]);
+    model(0);
+    compiled("alone.json", &[]);
+    train("alone.json", &["--checkpoint", "alone"]).expect(0);
+    let refused = train("train.json", &["--resume", "alone"]).expect(3);
+    refused.says(&["h.mtp.0"]);
+}
+
 #[test]
 fn what_is_of_training_is_refused_by_name() {
     let place = Place::new();

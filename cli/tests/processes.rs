@@ -213,6 +213,41 @@ fn processes_of_launchers_find_each_other() {
     assert_eq!(posted(&place), [""; 0]);
 }
 
+/// A launcher may bind each process to processors of its own: the run has all of these.
+#[test]
+fn processors_that_each_process_has_alone_are_counted_together() {
+    let n_processors = std::thread::available_parallelism().unwrap().get();
+    if n_processors < 2 {
+        eprintln!("skipped: there is one processor");
+        return;
+    }
+    let place = Place::with_plan();
+    let started = ["0", "1"].map(|rank| {
+        Command::new("taskset")
+            .args(["-c", rank, env!("CARGO_BIN_EXE_meshwright")])
+            .args([&RUN[..], &["--steps", "3", "-o", "bound.json"]].concat())
+            .envs([("RANK", rank), ("WORLD_SIZE", "2")])
+            .envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29523")])
+            .env("TMPDIR", place.path("."))
+            .env_remove("XDG_RUNTIME_DIR")
+            .current_dir(place.path("."))
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .begin()
+            .unwrap()
+    });
+    for child in started {
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    }
+    let run = run_json(&place, "bound.json");
+    let on = run["executed_on"].as_str().unwrap();
+    assert!(
+        on.ends_with(" in 2 processes on 1 host of 2 CPU processors"),
+        "{on}"
+    );
+}
+
 /// The files by which processes of launchers find each other, with the secrets of their runs.
 fn posted(place: &Place) -> Vec<String> {
     let names = place.names();
@@ -743,6 +778,9 @@ fn two_processes_that_are_killed_at_once_end_the_run() {
     assert_eq!(output.status.code(), Some(6), "{words}");
     let is_named = |pid: &String| words.contains(&format!("(pid {pid} on "));
     assert!(victims.iter().any(is_named), "{words}");
+    let other = "is lost, too: it was killed by signal 9. ";
+    let [first, second] = ["rank1", "rank2"].map(|rank| words.contains(&format!("{rank} {other}")));
+    assert!(first != second, "{words}");
     wait_for_none(&place, "two.json");
 }
 

@@ -7,7 +7,7 @@ use crate::ExportError;
 use crate::recompute::{Choices, Recomputed};
 use ir::offload::Spaces;
 use ir::op::{Assignment, AxisUse, FactorRole};
-use ir::plan::{LayerRun, Plan, relative_path};
+use ir::plan::{LayerRun, Plan, leaf, relative_path};
 use ir::training::{StateRole, TrainingGraph};
 use ir::{AxisId, DType, LogicalMesh, Op, OpKind, Origin, Pass, Region, ShardingSpec, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
@@ -228,7 +228,9 @@ impl Layer<'_> {
                 true => &mut experts,
                 false => &mut dense,
             };
-            to.entry(role).or_default().push(leaf(&a.op.path));
+            to.entry(role)
+                .or_default()
+                .push(leaf(&a.op.path).to_string());
         }
         let attends = |a: &&Assigned<'_>| matches!(a.op.kind, OpKind::Attention { .. });
         let attention = self.forward().find(attends);
@@ -342,12 +344,6 @@ fn is_heavy(kind: &OpKind) -> bool {
 
 fn is_norm(kind: &OpKind) -> bool {
     matches!(kind, OpKind::LayerNorm { .. } | OpKind::RmsNorm { .. })
-}
-
-/// The last two parts of a path: `attn.qkv`.
-fn leaf(path: &str) -> String {
-    let parts: Vec<&str> = path.split('.').collect();
-    parts[parts.len().saturating_sub(2)..].join(".")
 }
 
 /// The names of a set of ops without the layer's name.

@@ -21,6 +21,7 @@
 //! al. 2015), and the gains that end a residual block zero (Goyal et al. 2017).
 
 mod decoder;
+mod further;
 mod hybrid;
 mod latent;
 mod rows;
@@ -265,7 +266,8 @@ fn llama(c: &LlamaConfig) -> Vec<Param> {
                 Family::Mixtral => MIXTRAL,
                 _ => QWEN,
             };
-            experts(&mut t, (h, normal), &names, e, i);
+            let scopes = (&*format!("h.{i}"), &*format!("layers.{i}"));
+            experts(&mut t, (h, normal), &names, e, scopes);
             continue;
         }
         for (ours, theirs, start) in [
@@ -325,23 +327,24 @@ const DEEPSEEK: ExpertNames = ExpertNames {
     ..QWEN
 };
 
-/// Adds the router and the experts of layer `i`, of a model as wide as `h`.
+/// Adds the router and the experts of a layer, of a model as wide as `h`; `(layer, stored)` is where it
+/// is here and in files.
 fn experts(
     t: &mut Table,
     (h, normal): (u64, Init),
     names: &ExpertNames,
     e: &ExpertsConfig,
-    i: u64,
+    (layer, stored): (&str, &str),
 ) {
     let (inner, block, [gate, up, down]) = (e.intermediate, names.block, names.parts);
     let router = (
-        format!("h.{i}.moe.router"),
-        format!("layers.{i}.{block}.gate"),
+        format!("{layer}.moe.router"),
+        format!("{stored}.{block}.gate"),
     );
     t.linear(router, &[h], &[e.count], false, normal);
     if e.choice_bias {
-        let ours = format!("h.{i}.moe.choice.bias");
-        let theirs = format!("layers.{i}.{block}.gate.e_score_correction_bias");
+        let ours = format!("{layer}.moe.choice.bias");
+        let theirs = format!("{stored}.{block}.gate.e_score_correction_bias");
         t.add(&ours, &[e.count], &theirs, &[e.count], Init::Zeros);
     }
     for (ours, theirs, n_in, n_out) in [
@@ -350,9 +353,9 @@ fn experts(
         ("down", down, inner, h),
     ] {
         t.add(
-            &format!("h.{i}.moe.{ours}.weight"),
+            &format!("{layer}.moe.{ours}.weight"),
             &[e.count, n_in, n_out],
-            &format!("layers.{i}.{block}.experts.*.{theirs}.weight"),
+            &format!("{stored}.{block}.experts.*.{theirs}.weight"),
             &[n_out, n_in],
             normal,
         );
@@ -362,8 +365,8 @@ fn experts(
     }
     let Some(inner) = e.shared else { return };
     let (ours, theirs) = (
-        format!("h.{i}.moe.shared"),
-        format!("layers.{i}.{block}.{}", names.shared),
+        format!("{layer}.moe.shared"),
+        format!("{stored}.{block}.{}", names.shared),
     );
     for (name, file, n_in, n_out) in [
         ("gate", gate, h, inner),
@@ -517,6 +520,22 @@ impl Table {
         for (leaf, init) in [("weight", gain), ("bias", Init::Zeros)] {
             let name = format!("{name}.{leaf}");
             self.add(&name, &c.grouped(channels), &name, &[channels], init);
+        }
+    }
+    /// Adds a square `Linear` without biases whose inputs are number `part` of the `parts` that one matrix
+    /// in files has side by side.
+    fn linear_beside(
+        &mut self,
+        (ours, theirs): (String, String),
+        h: u64,
+        (part, parts): (u64, u64),
+        init: Init,
+    ) {
+        self.linear((ours, theirs), &[h], &[h], false, init);
+        if let Some(weight) = self.params.last_mut() {
+            weight.hf_shape = vec![h, parts * h];
+            // A row of the file is a row of each part, one behind the other.
+            weight.rows = Some(Rows::run(h, parts, (part, 1)));
         }
     }
     /// Adds the output table, which files keep outside the model's prefix.

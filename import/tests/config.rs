@@ -253,7 +253,12 @@ fn state_spaces_are_read_as_they_are_published_and_as_they_are_saved() {
         (
             nemotron_h(),
             json!({"num_nextn_predict_layers": 1}),
-            "num_nextn_predict_layers",
+            "mtp_hybrid_override_pattern",
+        ),
+        (
+            nemotron_h(),
+            json!({"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*X"}),
+            "mtp_hybrid_override_pattern",
         ),
         (nemotron_h(), json!({"n_group": 3}), "n_routed_experts"),
         (
@@ -496,13 +501,72 @@ fn deepseek_is_read_as_it_is_published() {
     assert!((mlp..mlp + 61 * 200_000_000 + 2_000_000_000).contains(&dense.n_parameters()));
 }
 
+/// A module of DeepSeek-V3 has a layer like the last, two norms more, a matrix of twice the width, and a
+/// norm behind: 11.5 billion parameters, of which the published 14 count embedding and head as well.
+#[test]
+fn modules_for_further_tokens_are_read() {
+    let n = |changes| parse(deepseek(3), changes).unwrap();
+    let alone = n(json!({}));
+    let one = n(json!({"num_nextn_predict_layers": 1, "mtp_loss_scaling_factor": 0.3}));
+    let layers = |count: u64| n(json!({"num_hidden_layers": count})).n_parameters();
+    let layer = layers(62) - layers(61);
+    let h = 7_168;
+    assert_eq!(
+        one.n_parameters() - alone.n_parameters(),
+        layer + 2 * h * h + 3 * h
+    );
+    assert_eq!((one.further_tokens(), one.n_layers()), (1, 61));
+    assert_eq!(one.without_further_tokens(), alone);
+    let twice = n(
+        json!({"num_mtp_layers": 1, "num_nextn_predict_layers": "-", "mtp_use_repeated_layer": true,
+        "mtp_num_layers": 2}),
+    );
+    assert_eq!(twice.further_tokens(), 2);
+    let nemotron =
+        json!({"num_nextn_predict_layers": 2, "mtp_layers_block_type": ["full_attention", "moe"]});
+    let nemotron = parse(nemotron_h(), nemotron).unwrap();
+    assert_eq!(nemotron.further_tokens(), 2);
+    let options = import::BuildOptions {
+        sequence: 16,
+        dropout: 0.0,
+    };
+    let graph = import::model_graph(&nemotron, &options).unwrap();
+    let last = graph.layers.iter().rev().take(3).rev();
+    assert_eq!(last.collect::<Vec<_>>(), ["h.mtp.0", "h.mtp.1", "head"]);
+}
+
 #[test]
 fn deepseek_that_is_not_supported_is_refused() {
     for (version, changes, expected) in [
         (
             3,
-            json!({"num_nextn_predict_layers": 1}),
-            "0 plans and trains the model without them",
+            json!({"num_nextn_predict_layers": 1, "num_mtp_layers": 2}),
+            "1 and 2; they mean the same",
+        ),
+        (
+            3,
+            json!({"num_nextn_predict_layers": 65}),
+            "`num_nextn_predict_layers` is 65",
+        ),
+        (
+            3,
+            json!({"mtp_num_layers": 2}),
+            "2 further tokens without a module that predicts them",
+        ),
+        (
+            3,
+            json!({"num_nextn_predict_layers": 1, "mtp_num_layers": 2}),
+            "with `mtp_use_repeated_layer` true one module predicts all",
+        ),
+        (
+            3,
+            json!({"num_nextn_predict_layers": 2, "mtp_use_repeated_layer": true}),
+            "one module is used for all further tokens, of 2",
+        ),
+        (
+            3,
+            json!({"num_nextn_predict_layers": 1, "mtp_loss_scaling_factor": 0}),
+            "`mtp_loss_scaling_factor`",
         ),
         (
             3,

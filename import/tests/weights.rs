@@ -8,7 +8,7 @@ use safetensors::tensor::{Dtype, TensorView};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-const CASES: [&str; 28] = [
+const CASES: [&str; 30] = [
     "gpt2_small_tied",
     "gpt2_untied_gelu",
     "llama_tied",
@@ -37,6 +37,8 @@ const CASES: [&str; 28] = [
     "mamba2",
     "nemotron_h",
     "nemotron_h_latent",
+    "deepseek_v3_further",
+    "nemotron_h_further",
 ];
 
 /// Dtype, shape and bytes of each tensor.
@@ -169,6 +171,46 @@ fn experts_are_stacked() {
     });
     let text = more.unwrap_err();
     assert!(text.contains("experts.4.w1.weight"), "{text}");
+}
+
+/// The matrix that joins embeddings and what the model gave; copies of the embedding and the head, which
+/// published files have with each module, are passed over, and nothing else is.
+#[test]
+fn modules_for_further_tokens_are_layers_behind_the_last() {
+    let case = "deepseek_v3_further";
+    let weights = Weights::open(reference(case), &config(case)).unwrap();
+    let stored = tensors(case);
+    let file = floats(&stored["model.layers.3.eh_proj.weight"].2);
+    let (h, out) = (5, 9);
+    for (part, ours) in [
+        (0, "h.mtp.1.embed_proj.weight"),
+        (1, "h.mtp.1.hidden_proj.weight"),
+    ] {
+        let ours = weights.param(ours).unwrap();
+        assert_eq!(ours[h * 32 + out], file[out * 64 + part * 32 + h]);
+    }
+    let add = |name: &'static str| {
+        open_changed(case, move |t| {
+            let table = t["model.embed_tokens.weight"].clone();
+            t.insert(name.into(), table);
+        })
+    };
+    add("model.layers.2.embed_tokens.weight").unwrap();
+    add("model.layers.3.shared_head.head.weight").unwrap();
+    for name in ["model.layers.3.other.weight", "model.layers.4.enorm.weight"] {
+        assert!(add(name).unwrap_err().contains(name));
+    }
+    let missing = open_changed("nemotron_h_further", |t| {
+        t.remove("mtp.layers.1.final_layernorm.weight");
+    });
+    assert!(
+        missing
+            .unwrap_err()
+            .contains("mtp.layers.1.final_layernorm.weight")
+    );
+    // Without them in the configuration the file is that of the model alone.
+    let alone = config(case).without_further_tokens();
+    Weights::open(reference(case), &alone).unwrap();
 }
 
 /// A matrix of a file that holds several of ours: its rows go to each of them, and what is wrong

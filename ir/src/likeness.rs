@@ -3,8 +3,10 @@
 //!
 //! Ops are matched by path, and their kinds, attributes and the shapes of states compared. Left
 //! out is what one model is trained with in several ways: the length of the sequence and the order
-//! that it is stored in, dropout, the slots of experts, layouts, initial values.
+//! that it is stored in, dropout, the slots of experts, layouts, initial values. A model that is trained
+//! with modules for further tokens is used without them.
 
+use crate::op::InputKind;
 use crate::{Graph, Op, OpKind};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
@@ -35,16 +37,23 @@ impl fmt::Display for Difference {
     }
 }
 
-/// Where two models differ; none where they are one model.
+/// Where the paths of what a model has for further tokens begin.
+const FURTHER: [&str; 2] = ["h.mtp.", "head.mtp."];
+
+/// Where two models differ; none where they are one model, or the second is the first without its
+/// modules for further tokens.
 pub fn difference(first: &Graph, second: &Graph) -> Option<Difference> {
+    let leaves_out = predicts_further(first) && !predicts_further(second);
+    let is_further = |op: &Op| FURTHER.iter().any(|scope| op.path.starts_with(scope));
+    let counts = |op: &&Op| counts(op) && !(leaves_out && is_further(op));
     let both = [first, second].map(|g| {
-        let ops = g.ops().iter().filter(|op| counts(op));
+        let ops = g.ops().iter().filter(counts);
         ops.map(|op| (op.path.as_str(), facts(g, op)))
             .collect::<BTreeMap<_, _>>()
     });
     // In the order of the first model, then what only the second one has.
     let ops = first.ops().iter().chain(second.ops());
-    ops.filter(|op| counts(op)).find_map(|op| {
+    ops.filter(counts).find_map(|op| {
         let none = Facts::from([("op".to_string(), "none".to_string())]);
         let [a, b] = [&both[0], &both[1]].map(|f| f.get(op.path.as_str()).unwrap_or(&none));
         // Other attributes of another kind of op say nothing.
@@ -63,6 +72,15 @@ pub fn difference(first: &Graph, second: &Graph) -> Option<Difference> {
             second: value(b, differs),
         })
     })
+}
+
+fn predicts_further(graph: &Graph) -> bool {
+    let ops = graph.ops().iter();
+    let inputs = ops.filter_map(|op| match op.kind {
+        OpKind::Input { kind } => Some(kind),
+        _ => None,
+    });
+    InputKind::further(inputs) > 0
 }
 
 /// Attributes of an op in words, by name; its kind as `op`.

@@ -24,7 +24,7 @@ use std::collections::{BTreeMap, BTreeSet};
 pub const PLAN_VERSION: u32 = 1;
 /// Version of the passes replayed on a plan's graph (boundaries, autodiff, shared layouts,
 /// recomputation) and of lowering, where programs of one plan changed.
-pub const PASSES_VERSION: u32 = 9;
+pub const PASSES_VERSION: u32 = 10;
 
 /// A parallel plan of a step of training or inference.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
@@ -286,6 +286,18 @@ pub fn relative_path(path: &str, layer: &str) -> String {
     path.to_string()
 }
 
+/// Returns the last two parts of a path, as in `attn.qkv`, or the last one behind a number.
+pub fn leaf(path: &str) -> &str {
+    let Some((before, last)) = path.rsplit_once('.') else {
+        return path;
+    };
+    let second = before.rsplit('.').next().unwrap_or(before);
+    match second.bytes().all(|b| b.is_ascii_digit()) {
+        true => last,
+        false => &path[before.len() - second.len()..],
+    }
+}
+
 /// Inverse of [`relative_path`].
 pub fn absolute_path(relative: &str, layer: &str) -> String {
     relative.replacen("{}", layer, 1)
@@ -433,7 +445,21 @@ pub struct StageProof {
 
 #[cfg(test)]
 mod tests {
-    use super::{absolute_path, relative_path};
+    use super::{absolute_path, leaf, relative_path};
+
+    #[test]
+    fn leaves_are_named_without_numbers() {
+        for (path, name) in [
+            ("h.3.attn.qkv", "attn.qkv"),
+            ("h.mtp.0.embed_proj", "embed_proj"),
+            ("head.logits", "head.logits"),
+            ("embed", "embed"),
+            ("ä.b", "ä.b"),
+            (".b", "b"),
+        ] {
+            assert_eq!(leaf(path), name);
+        }
+    }
 
     #[test]
     fn the_layer_is_found_as_whole_components_of_a_path() {

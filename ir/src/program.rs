@@ -74,6 +74,15 @@ impl Program {
             }
         }
     }
+    /// Returns how many tokens a sample has behind its last label ([`InputKind::further`]).
+    pub fn further(&self) -> u64 {
+        let templates = self.roles.iter().flat_map(|r| &r.templates);
+        let all = templates.flat_map(|t| &t.instructions);
+        InputKind::further(all.filter_map(|i| match i.kind {
+            InstrKind::Load { kind, .. } => Some(kind),
+            _ => None,
+        }))
+    }
     /// The stage that is chunk `chunk` of role `role`, an index.
     pub fn stage_of(&self, role: usize, chunk: u32) -> StageId {
         let stage = self.route.stage_of(role, chunk as usize, self.roles.len());

@@ -3,6 +3,7 @@
 
 use crate::Unmodelled;
 use crate::facts::Facts;
+use crate::model::FURTHER;
 use crate::row::{Row, RowError};
 use crate::{hybrid, mixture, named};
 
@@ -39,10 +40,10 @@ pub fn completed(row: &Row, facts: &Facts) -> Result<(Row, Vec<String>), Unmodel
             }
         }
         fill(&mut all, hybrid::CONFIG, name.to_string());
-        assumed.push(format!("shape_of={}", shape.source));
-        if shape.further_tokens {
-            assumed.push("further_tokens=left_out".into());
+        if shape.further_tokens > 0 {
+            fill(&mut all, FURTHER, shape.further_tokens.to_string());
         }
+        assumed.push(format!("shape_of={}", shape.source));
         if !stated("precision") {
             let (_, generation) = facts.generation(row)?;
             let own = generation.precision.as_deref();

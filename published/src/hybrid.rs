@@ -2,12 +2,16 @@
 //! a row names says them, and how its tensors lie over tensor ranks.
 
 use crate::Unmodelled;
+use crate::model::FURTHER;
 use crate::row::Row;
 use import::ModelConfig;
 use serde_json::Value;
 
 /// The cell that names the built-in model of a row; no table has it.
 pub const CONFIG: &str = "built_in_config";
+
+/// The blocks of a module that predicts further tokens: attention and experts, in every published one.
+const FURTHER_BLOCKS: &str = "*E";
 
 /// Sizes of a configuration by column, for what else of a row depends on them.
 pub fn cells(config: &Value) -> Vec<(&'static str, String)> {
@@ -39,6 +43,13 @@ pub fn config(row: &Row, vocab: u64) -> Result<Option<ModelConfig>, Unmodelled> 
     let said = |e: &dyn std::fmt::Display| Unmodelled::Model(e.to_string());
     let mut document: Value = serde_json::from_str(text).map_err(|e| said(&e))?;
     document["vocab_size"] = vocab.into();
+    // One module predicts all further tokens, as in Megatron-Core with `mtp_use_repeated_layer`.
+    if let Some(further) = row.count(FURTHER)? {
+        document["num_nextn_predict_layers"] = 1.into();
+        document["mtp_num_layers"] = further.into();
+        document["mtp_use_repeated_layer"] = true.into();
+        document["mtp_hybrid_override_pattern"] = FURTHER_BLOCKS.into();
+    }
     let made = ModelConfig::parse(name, document.to_string().as_bytes());
     let made = made.and_then(|model| model.with_expert_capacity(1.0));
     made.map(Some).map_err(|e| said(&e))

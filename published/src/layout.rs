@@ -8,8 +8,8 @@
 pub struct Layout {
     /// Layers of each stage, the embedding and the output layer a layer each.
     pub counts: Vec<u64>,
-    /// Whether there are layers that predict further tokens, which are not in `counts`.
-    pub predicts_further: bool,
+    /// How many of them predict further tokens.
+    pub further: u64,
 }
 
 /// The most letters of a layout, and the deepest nesting of groups.
@@ -23,10 +23,10 @@ pub fn parse(text: &str) -> Option<Layout> {
         return None;
     }
     let stages: String = all.iter().collect();
-    let of_stage = |stage: &str| stage.chars().filter(|c| *c != 'm').count() as u64;
+    let of_stage = |stage: &str| stage.chars().count() as u64;
     Some(Layout {
         counts: stages.split('|').map(of_stage).collect(),
-        predicts_further: all.contains(&'m'),
+        further: all.iter().filter(|c| **c == 'm').count() as u64,
     })
 }
 
@@ -67,14 +67,14 @@ mod tests {
 
     #[test]
     fn layouts_are_written_out() {
-        let of = |text: &str| parse(text).map(|l| (l.counts, l.predicts_further));
-        assert_eq!(of("EttL"), Some((vec![4], false)));
-        assert_eq!(of("Et*2|(t|)*2tmL"), Some((vec![3, 1, 1, 2], true)));
-        assert_eq!(of("Et|((t|)*2tt|)*1 L"), Some((vec![2, 1, 1, 2, 1], false)));
+        let of = |text: &str| parse(text).map(|l| (l.counts, l.further));
+        assert_eq!(of("EttL"), Some((vec![4], 0)));
+        assert_eq!(of("Et*2|(t|)*2tmL"), Some((vec![3, 1, 1, 3], 1)));
+        assert_eq!(of("Et|((t|)*2tt|)*1 L"), Some((vec![2, 1, 1, 2, 1], 0)));
         let (counts, _) = of("Et|(tt|)*30mL").unwrap();
         assert_eq!(
             (counts.len(), counts[31], counts.iter().sum::<u64>()),
-            (32, 1, 63)
+            (32, 2, 64)
         );
         for wrong in [
             "",

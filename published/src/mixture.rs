@@ -106,6 +106,7 @@ pub fn latent_config(
     let dense = dense_layers(row)?;
     let inner = width("ffn_hidden")?;
     let heads = model::heads(row)?;
+    let further = row.count(model::FURTHER)?.unwrap_or(0);
     Ok(serde_json::json!({
         "model_type": "deepseek_v3", "vocab_size": vocab,
         "hidden_size": width("hidden")?, "num_hidden_layers": width("layers")?,
@@ -119,6 +120,7 @@ pub fn latent_config(
         "qk_rope_head_dim": width("qk_rope_head_dim")?,
         "v_head_dim": width("v_head_dim")?,
         "max_position_embeddings": width("seq_len")?, "tie_word_embeddings": false,
+        "num_nextn_predict_layers": further,
     }))
 }
 

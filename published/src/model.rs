@@ -8,6 +8,9 @@ use crate::row::{Row, RowError};
 use import::{ImportError, ModelConfig};
 use serde_json::json;
 
+/// The cell that says how many tokens behind the next one a row's model predicts; no table has it.
+pub const FURTHER: &str = "further_tokens";
+
 /// Heads of a row's model: as stated, or as many as `head_dim` gives.
 pub fn heads(row: &Row) -> Result<u64, RowError> {
     let not_stated = || RowError::NotStated {

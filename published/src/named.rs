@@ -27,9 +27,9 @@ pub struct Shape {
     /// The built-in model that a row without sizes is.
     #[serde(default)]
     config: Option<String>,
-    /// Whether it is trained with layers that predict further tokens, which are left out.
+    /// The tokens behind the next one that it is trained to predict as well, by one module.
     #[serde(default)]
-    pub further_tokens: bool,
+    pub further_tokens: u64,
     /// Whether its rows check what was fitted to others, so that no figure is fitted to them.
     #[serde(default)]
     held_out: bool,

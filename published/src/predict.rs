@@ -5,6 +5,7 @@ use crate::breakdown::{Breakdown, breakdown};
 use crate::choices::{Choice, choices};
 use crate::cluster::{self, Machine};
 use crate::facts::Facts;
+use crate::model::FURTHER;
 use crate::row::Row;
 use crate::{Unmodelled, assume, model, setup, software};
 use cost_model::StepWork;
@@ -178,7 +179,11 @@ fn question_of(
     row.check_measured(&MEASURED_COLUMNS)?;
     let (name, generation) = facts.generation(row)?;
     // The importer bounds the layers, of which pins name each.
-    let config = model::config(row, generation)?;
+    let mut whole = row.clone();
+    if let further @ 1.. = setup::further(row, facts, choice)? {
+        whole.set(FURTHER, further.to_string());
+    }
+    let config = model::config(&whole, generation)?;
     let (pins, more) = setup::pins(row, facts, choice)?;
     let mut assumed = [filled, &more].concat();
     let train = setup::train_spec(row, generation.dropout)?;

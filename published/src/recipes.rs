@@ -152,7 +152,7 @@ impl Recipes {
     pub fn layout(&self, row: &Row, blocks: u64, stages: u64) -> Option<Layout> {
         let of = self.recipe.iter().filter(|r| r.is_of(row));
         let all = of.flat_map(|r| &r.layouts).filter_map(|l| layout::parse(l));
-        let whole = |l: &Layout| l.counts.iter().sum::<u64>() == blocks + 2;
+        let whole = |l: &Layout| l.counts.iter().sum::<u64>() == blocks + l.further + 2;
         let mut fitting = all.filter(|l| l.counts.len() as u64 == stages && whole(l));
         fitting.next()
     }
@@ -265,6 +265,7 @@ mod tests {
             [
                 "wide=h.[0-0].*",
                 "wide=h.[74-87].*",
+                "wide=h.mtp.*",
                 "wide=h.*.attn.*",
                 "wide=h.*.moe.latent_*",
                 "mxfp8=h.*.mamba.out",

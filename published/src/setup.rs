@@ -4,6 +4,7 @@ use crate::choices::{self, Choice};
 use crate::facts::{Facts, Generation, Split};
 use crate::hybrid;
 use crate::mixture::{self, Experts};
+use crate::model::FURTHER;
 use crate::row::{Row, RowError};
 use crate::{Unmodelled, model, precision};
 use frameworks::AttentionKernel;
@@ -112,8 +113,8 @@ pub fn pins(
         match facts.recipes.layout(row, layers, pipeline * chunks) {
             Some(layout) => {
                 pins.push(split_text(&layout.counts));
-                if layout.predicts_further {
-                    assumed.push("further_tokens=left_out".into());
+                if layout.further > 0 {
+                    assumed.push(format!("{FURTHER}={}", layout.further));
                 }
             }
             None => {
@@ -153,6 +154,14 @@ pub fn pins(
         pins.extend(table_pins(row, generation, (zero, data), is_plain)?);
     }
     Ok((pins, assumed))
+}
+
+/// How many layers predict further tokens, by the layout of the stages that a row's recipe names.
+pub fn further(row: &Row, facts: &Facts, choice: &Choice) -> Result<u64, RowError> {
+    let stages = row.count("pp")?.unwrap_or(1) * choice.chunks;
+    let layers = row.count("layers")?;
+    let layout = layers.and_then(|n| facts.recipes.layout(row, n, stages));
+    Ok(layout.map_or(0, |l| l.further))
 }
 
 /// How many of the ranks that split samples split the experts. An expert is not split itself,
@@ -554,13 +563,10 @@ mod tests {
             (split, assumed.join(" "))
         };
         let own = format!("split=5{}/2", "/4".repeat(14));
-        assert_eq!(
-            of(61, "DeepSeekV3"),
-            (
-                own.clone(),
-                "further_tokens=left_out routing=balanced".into()
-            )
-        );
+        // The layer that predicts a further token is beside the head.
+        let further = format!("split=5{}/3", "/4".repeat(14));
+        let assumed = "further_tokens=1 routing=balanced".into();
+        assert_eq!(of(61, "DeepSeekV3"), (further, assumed));
         assert_eq!(of(61, "Kimi_K2"), (own, "routing=balanced".into()));
         // The layout is of 61 layers.
         let (split, assumed) = of(48, "DeepSeekV3");

@@ -56,6 +56,18 @@ impl Unfinished {
         })
     }
 
+    /// A folder in `folder` that is to go, under another name: a new one to put it in may be more
+    /// than a full disk has room for.
+    pub fn taken(folder: &Path, old: &Path) -> io::Result<Self> {
+        Self::make(folder, |path| {
+            if path.exists() {
+                return Err(ErrorKind::AlreadyExists.into());
+            }
+            std::fs::rename(old, path)?;
+            File::open(path)
+        })
+    }
+
     fn make(folder: &Path, make: impl Fn(&Path) -> io::Result<File>) -> io::Result<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         loop {

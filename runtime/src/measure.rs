@@ -121,13 +121,12 @@ impl Recorder {
 
     /// Says in which processes the ranks are.
     pub fn executed_in(&mut self, processes: &Processes) {
-        let n_processors = std::thread::available_parallelism().map_or(1, |n| n.get());
         self.measurement.executed_on = format!(
             "{} in {} on {} of {}",
             counted(self.measurement.n_ranks, "rank"),
             counted(processes.place().of as u64, "process"),
             counted(processes.n_hosts() as u64, "host"),
-            counted(n_processors as u64, "CPU processor"),
+            counted(processes.n_processors() as u64, "CPU processor"),
         );
     }
 

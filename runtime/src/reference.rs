@@ -113,7 +113,7 @@ impl Reference {
     }
 
     /// One step, of training or of inference as the graph is for, on a global batch of samples of
-    /// `sequence + 1` tokens.
+    /// `sequence + 1` tokens, and those further ones that the graph reads.
     pub fn step(&mut self, batch: &[Vec<u32>], lr: f64) -> Result<ReferenceStep, RuntimeError> {
         let mut values = self.run(batch, lr, true)?;
         let loss = scalar(&values, self.training.loss);
@@ -204,7 +204,7 @@ impl Reference {
     /// All values after a step; of microbatch values, the last microbatch's. Without
     /// `training`, only what comes before the gradients.
     fn run(&self, batch: &[Vec<u32>], lr: f64, training: bool) -> Result<Values, RuntimeError> {
-        check_batch(batch, &self.spec)?;
+        check_batch(batch, &self.spec, self.training.further())?;
         let graph = &self.training.graph;
         let mut machine = Machine {
             graph,

@@ -1,6 +1,6 @@
 //! The loop of a run: steps of training, or of inference.
 
-use crate::checkpoint::{self, Background, Checkpoint, Ended, Rescued};
+use crate::checkpoint::{self, Background, Checkpoint, Ended, Rescued, Unrescued};
 use crate::data::{Batches, DataError, Dataset};
 use crate::device::{Backend, cuda};
 use crate::error::RuntimeError;
@@ -113,7 +113,7 @@ pub enum Progress {
     },
     /// Ranks are lost, and the run has failed: a checkpoint of what the others have in memory, or why
     /// there is none.
-    Rescued(Result<Rescued, String>),
+    Rescued(Result<Rescued, Unrescued>),
     /// A checkpoint could not be written; the run goes on, and the earlier ones are as they were.
     NoCheckpoint {
         /// Steps done.
@@ -453,6 +453,7 @@ mod tests {
             tokenizer: None,
             vocab,
             validation_fraction: 0.2,
+            further: 0,
         };
         let dataset = Arc::new(Dataset::open(&data, &options).unwrap());
         let schedule = LrSchedule::new(0.01, 0.01, 0, 40, Decay::Constant).unwrap();
@@ -558,6 +559,7 @@ mod tests {
             tokenizer: None,
             vocab,
             validation_fraction: 0.0,
+            further: 0,
         };
         Arc::new(Dataset::open(&path, &options).unwrap())
     }
@@ -812,6 +814,7 @@ mod tests {
                 tokenizer: None,
                 vocab,
                 validation_fraction: 0.0,
+                further: 0,
             },
         )
         .unwrap();

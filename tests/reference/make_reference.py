@@ -39,6 +39,7 @@ from transformers import Mamba2Config, Mamba2ForCausalLM, NemotronHConfig, Nemot
 from transformers import MistralConfig, MistralForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.modeling_layers import MtpLayer
 from transformers.models.bloom import modeling_bloom
 from transformers.models.deepseek_v2 import modeling_deepseek_v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
@@ -340,6 +341,11 @@ CASES = {
         layers_block_type=["linear_attention", "moe", "full_attention"], moe_latent_size=14, n_group=1, topk_group=1,
         norm_topk_prob=False, tie_word_embeddings=False)),
     "deepseek_v3": (29, lambda: deepseek_v3(rope_parameters={**YARN_ROPE, "mscale": 0.9})),
+    "deepseek_v3_further": (40, lambda: deepseek_v3(num_mtp_layers=2, mtp_loss_scaling_factor=0.3)),
+    "nemotron_h_further": (41, lambda: nemotron_h(
+        layers_block_type=["linear_attention", "mlp"], num_nextn_predict_layers=1,
+        mtp_layers_block_type=["full_attention", "moe"], mtp_use_repeated_layer=True, mtp_num_layers=2,
+        mtp_loss_scaling_factor=0.4)),
 }
 SHARDED = "llama_tied"
 # Cases in half precision too, and the one with overflows.
@@ -377,7 +383,7 @@ def write_case(folder, name, seed, config):
     model = build(config, torch.float32)
     perturb(model, seed)
     weights = {key: value.detach().clone() for key, value in stored_tensors(model)}
-    batches = make_batches(seed)
+    batches = make_batches(seed, SEQ + 1 + further_tokens(config))
     save_model(model, folder, weights)
     if name == SHARDED:
         save_model(model, folder / "sharded", weights, max_shard_size="24KB")
@@ -435,9 +441,76 @@ def write_case(folder, name, seed, config):
             write_json(folder / "overflow.json", half_reference.make_overflow(trainer, skip))
 
 
+def further_modules(config):
+    """Modules that predict further tokens."""
+    if config.model_type == "deepseek_v3":
+        return config.num_mtp_layers
+    return config.num_nextn_predict_layers if config.model_type == "nemotron_h" else 0
+
+
+def further_tokens(config):
+    """Tokens behind the next one that are predicted as well."""
+    return getattr(config, "mtp_num_layers", further_modules(config))
+
+
+class HybridFurther(torch.nn.Module):
+    """transformers' `MtpLayer`, of several blocks."""
+
+    def __init__(self, config):
+        super().__init__()
+        norm = lambda: modeling_nemotron_h.NemotronHRMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)  # noqa: E731
+        self.enorm, self.hnorm, self.post_norm = norm(), norm(), norm()
+        self.eh_proj = torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        of_blocks = copy.deepcopy(config)
+        of_blocks.layers_block_type = config.mtp_layers_block_type
+        of_blocks._attn_implementation = "eager"
+        blocks = range(len(config.mtp_layers_block_type))
+        self.mtp_block = torch.nn.ModuleList([modeling_nemotron_h.NemotronHBlock(of_blocks, i) for i in blocks])
+
+    def forward(self, embedded, before, mask):
+        x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(before)), dim=-1))
+        for block in self.mtp_block:
+            x = block(x, attention_mask=mask)
+        return self.post_norm(x)
+
+
+def further_module(config, k):
+    if config.model_type == "nemotron_h":
+        return HybridFurther(config)
+    layer, norm = modeling_deepseek_v3.DeepseekV3DecoderLayer, modeling_deepseek_v3.DeepseekV3RMSNorm
+    return MtpLayer(config, layer, norm, config.num_hidden_layers + k)
+
+
+def losses_of(model, tokens, mask, told, shift=0):
+    """The loss of the next tokens, and that of each further one; `shift` misplaces what is embedded."""
+    def nll(hidden, ahead):
+        logits = model.lm_head(hidden) if ahead else hidden
+        return F.cross_entropy(logits.reshape(-1, VOCAB), tokens[:, 1 + ahead:][:, :SEQ].reshape(-1))
+
+    if not further_modules(model.config):
+        return nll(model(input_ids=tokens[:, :SEQ], attention_mask=mask, **told).logits, 0), []
+    hidden = model.model(input_ids=tokens[:, :SEQ], attention_mask=mask, **told).last_hidden_state
+    next_token, further = nll(model.lm_head(hidden), 0), []
+    causal = torch.full((SEQ, SEQ), torch.finfo(hidden.dtype).min, dtype=hidden.dtype).triu(1)[None, None]
+    seen = causal if mask is None else torch.zeros_like(causal)
+    for k in range(further_tokens(model.config)):
+        embedded = model.get_input_embeddings()(tokens[:, k + 1 - shift:][:, :SEQ])
+        module = model.mtp[min(k, len(model.mtp) - 1)]
+        if isinstance(module, HybridFurther):
+            hidden = module(embedded, hidden, seen)
+        else:
+            places = torch.arange(SEQ)[None]
+            turned = model.model.rotary_emb(embedded, position_ids=places)
+            hidden = module(embedded, hidden, turned, seen, places, None)
+        further.append(nll(hidden, k + 1))
+    return next_token, further
+
+
 def as_stored(config, tensors):
     """Tensors by the names of files: a module keeps experts stacked, a file has three for each; GPT-NeoX's
-    head has another name there."""
+    head has another name there; modules for further tokens are layers behind the last."""
+    if further_modules(config):
+        tensors = {of_further(config, key): value for key, value in tensors.items()}
     if config.model_type == "gpt_oss":
         return dict(tensors)
     if config.model_type == "nemotron_h":
@@ -475,6 +548,19 @@ def as_stored(config, tensors):
     return result
 
 
+def of_further(config, key):
+    found = re.match(r"mtp\.(\d+)\.(.*)", key)
+    if not found:
+        return key
+    k, rest = int(found[1]), found[2]
+    if config.model_type == "nemotron_h":
+        last = len(config.mtp_layers_block_type) - 1
+        rest = rest.removeprefix("mtp_block.") if "mtp_block" in rest else f"0.{rest}"
+        return "mtp.layers." + rest.replace("0.post_norm", f"{last}.final_layernorm")
+    rest = rest.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
+    return f"model.layers.{config.num_hidden_layers + k}.{rest}"
+
+
 def stored_tensors(model):
     """Parameters, and DeepSeek-V3's bias of the choice, which files hold and nothing trains."""
     return [*model.named_parameters(), *((key, b) for key, b in model.named_buffers() if key.endswith(CHOICE_BIAS))]
@@ -488,7 +574,10 @@ def build(config, dtype):
     config = type(config).from_dict(config.to_dict())
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
-    model = kind(config).to(dtype)
+    model = kind(config)
+    if further_modules(config):
+        model.mtp = torch.nn.ModuleList([further_module(model.config, k) for k in range(further_modules(config))])
+    model = model.to(dtype)
     if model.config._attn_implementation != "eager":
         raise RuntimeError("eager attention was not taken")
     return model.train()
@@ -515,18 +604,18 @@ def perturb(model, seed):
                 param.copy_((0.0 if model.config.model_type.startswith("gemma") else 1.0) + noise * 0.2)
 
 
-def make_batches(seed):
-    """Tokens [steps, batch, seq + 1]: mostly 5 t + 7 modulo the vocabulary, one in eight random."""
+def make_batches(seed, n):
+    """Tokens [steps, batch, n]: mostly 5 t + 7 modulo the vocabulary, one in eight random."""
     gen = torch.Generator().manual_seed(seed + 1000)
-    tokens = torch.randint(VOCAB, (N_STEPS, BATCH, SEQ + 1), generator=gen)
+    tokens = torch.randint(VOCAB, (N_STEPS, BATCH, n), generator=gen)
     random = torch.randint(8, tokens.shape, generator=gen) == 0
-    for pos in range(1, SEQ + 1):
+    for pos in range(1, n):
         rule = (5 * tokens[:, :, pos - 1] + 7) % VOCAB
         tokens[:, :, pos] = torch.where(random[:, :, pos], tokens[:, :, pos], rule)
     return tokens
 
 
-def train(config, weights, batches, dtype, hyper=HYPER, patch=True, causal=True, **mutations):
+def train(config, weights, batches, dtype, hyper=HYPER, patch=True, causal=True, shift=0, **mutations):
     """Losses and gradient norms before each update, gradients of step 0, parameters at the end."""
     wide = patch and dtype == torch.float64
     is_hybrid = config.model_type in HYBRIDS
@@ -550,8 +639,9 @@ def train(config, weights, batches, dtype, hyper=HYPER, patch=True, causal=True,
                 mask = {"full_attention": mask, "linear_attention": None}
             # OPT counts positions by its mask unless it is told them.
             told = {"position_ids": torch.arange(SEQ)[None]} if config.model_type == "opt" else {}
-            logits = model(input_ids=tokens[:, :-1], attention_mask=mask, **told).logits
-            loss = F.cross_entropy(logits.reshape(-1, VOCAB), tokens[:, 1:].reshape(-1))
+            loss, further = losses_of(model, tokens, mask, told, shift)
+            if further:
+                loss = loss + model.config.mtp_loss_scaling_factor * sum(further) / len(further)
             optim.zero_grad()
             loss.backward()
             if grads is None:
@@ -785,6 +875,9 @@ def sensitivity(config, weights, batches, right):
     }
     if config.model_type != "mamba2":
         result["not_causal"] = wrong(causal=False)
+    if further_modules(config):
+        result["further_embedding_one_token_early"] = wrong(shift=1)
+        result["further_losses_count_as_by_default"] = wrong({"mtp_loss_scaling_factor": 0.1})
     if config.model_type in HYBRIDS:
         return {**result, **hybrid_sensitivity(config, weights, batches, right, wrong)}
     if config.model_type == "gpt2":
@@ -919,18 +1012,29 @@ def max_dev(a, b):
 
 def save_model(model, folder, weights, **options):
     """config.json and weights as save_pretrained writes them; a 4.x-style config beside, for Llama."""
+    further = model._modules.pop("mtp", None)
     model.save_pretrained(folder, **options)
+    if further is not None:
+        model.mtp = further
+        path = folder / "model.safetensors"
+        save_tensors({**safetensors.torch.load_file(path), **of_modules(model, weights)}, path)
     (folder / "generation_config.json").unlink(missing_ok=True)
     stored = {}
     for path in folder.glob("model*.safetensors"):
         stored.update(safetensors.torch.load_file(path))
     loaded = dict(stored_tensors(type(model).from_pretrained(folder)))
-    for read, wanted in ((stored, as_stored(model.config, weights)), (loaded, weights)):
+    main = {key: value for key, value in weights.items() if not key.startswith("mtp.")}
+    for read, wanted in ((stored, as_stored(model.config, weights)), (loaded, main)):
         if read.keys() != wanted.keys() or not all(torch.equal(read[key], wanted[key]) for key in wanted):
             raise RuntimeError(f"the weights read back from {folder.name} are not the ones written")
     config = model.config
     if config.model_type == "llama" and not options:
         write_json(folder / "config.v4.json", v4_config(json.loads((folder / "config.json").read_text())))
+
+
+def of_modules(model, weights):
+    """What files have of the modules for further tokens."""
+    return as_stored(model.config, {key: value for key, value in weights.items() if key.startswith("mtp.")})
 
 
 def v4_config(saved):

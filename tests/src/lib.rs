@@ -31,7 +31,8 @@ pub struct Case {
     pub train: TrainSpec,
     /// Learning rate.
     pub lr: f64,
-    /// Batches of samples of `sequence + 1` tokens, one per step.
+    /// Batches of samples of `sequence + 1` tokens and those further ones that the model predicts, one per
+    /// step.
     pub batches: Vec<Vec<Vec<u32>>>,
     /// The results of PyTorch.
     pub reference: Value,
@@ -40,7 +41,7 @@ pub struct Case {
 }
 
 /// Names of the reference cases.
-pub const CASES: [&str; 28] = [
+pub const CASES: [&str; 30] = [
     "gpt2_small_tied",
     "gpt2_untied_gelu",
     "llama_tied",
@@ -69,6 +70,8 @@ pub const CASES: [&str; 28] = [
     "mamba2",
     "nemotron_h",
     "nemotron_h_latent",
+    "deepseek_v3_further",
+    "nemotron_h_further",
 ];
 
 impl Case {
@@ -142,6 +145,11 @@ impl Case {
     /// has it. PyTorch has not trained it.
     pub fn in_blocks(name: &str, pattern: Value) -> Case {
         Case::with_config(name, |config| config["sparse_attention"] = pattern)
+    }
+
+    /// The case with the embedding for its head. PyTorch has not trained it.
+    pub fn tied(name: &str) -> Case {
+        Case::with_config(name, |config| config["tie_word_embeddings"] = true.into())
     }
 
     /// The case with another configuration, but for its weights.

@@ -4,6 +4,7 @@ mod dcp;
 
 use crate::args::{CheckpointVerb, ConvertArgs, FormArg, LookArgs};
 use crate::failure::{CHECKPOINTS_ARE, Exit, Failure};
+use crate::interrupt::{Early, Interrupts};
 use crate::{files, model, outputs, report};
 use comfy_table::Table;
 use import::ModelConfig;
@@ -248,10 +249,17 @@ fn verify(args: &LookArgs) -> Result<(), Failure> {
 }
 
 fn convert(args: &ConvertArgs) -> Result<(), Failure> {
+    let early = Early {
+        words: "interrupted before all was written",
+        is_kept: false,
+    };
+    let interrupts = &Interrupts::watch(Some(early))?;
+    // The folders that it makes go where nothing comes into them.
+    let _clearing = interrupts.clear_at_end();
     if checkpoint::dcp::Source::is_at(&args.path) {
         return match args.config {
-            None => dcp::import(args),
-            Some(_) => dcp::weights(args),
+            None => dcp::import(args, interrupts),
+            Some(_) => dcp::weights(args, interrupts),
         };
     }
     if let Some(plan) = &args.plan {
@@ -273,8 +281,8 @@ fn convert(args: &ConvertArgs) -> Result<(), Failure> {
         return Err(Failure::new(Exit::Usage, what).help(help));
     }
     match args.to {
-        FormArg::Dcp => dcp::export(args),
-        FormArg::Transformers => weights(args),
+        FormArg::Dcp => dcp::export(args, interrupts),
+        FormArg::Transformers => weights(args, interrupts),
     }
 }
 
@@ -288,7 +296,7 @@ fn newest(path: &Path) -> Result<Checkpoint, Failure> {
 }
 
 /// Writes the weights as transformers load them.
-fn weights(args: &ConvertArgs) -> Result<(), Failure> {
+fn weights(args: &ConvertArgs, interrupts: &Interrupts) -> Result<(), Failure> {
     let Some(model) = &args.config else {
         let what = "the names and layout of the weights depend on the model, which is not given";
         let help = "give --config with the config.json that the plan was compiled from, or --to dcp for PyTorch's form, which needs none";
@@ -296,7 +304,7 @@ fn weights(args: &ConvertArgs) -> Result<(), Failure> {
     };
     let (config, from) = (model::load_config(model)?, newest(&args.path)?);
     is_of(&from, &config, model)?;
-    let [weights, copy] = weights_in(args, model, from.path())?;
+    let [weights, copy] = weights_in((args, interrupts), model, from.path())?;
     let supply = |name: &str| values(&from, name);
     outputs::write_with(&weights, |out| {
         Ok(import::export(&weights, out, &config, supply)?)
@@ -354,9 +362,13 @@ fn is_of(from: &Checkpoint, config: &ModelConfig, model: &Path) -> Result<(), Fa
 
 /// The files that get the weights and the configuration. Fails where there is one already that may
 /// not go.
-fn weights_in(args: &ConvertArgs, model: &Path, from: &Path) -> Result<[PathBuf; 2], Failure> {
+fn weights_in(
+    (args, interrupts): (&ConvertArgs, &Interrupts),
+    model: &Path,
+    from: &Path,
+) -> Result<[PathBuf; 2], Failure> {
     let folder = &args.output;
-    outputs::check_folder(folder)?;
+    interrupts.makes(folder, || outputs::check_folder(folder))?;
     let (weights, copy) = (folder.join("model.safetensors"), folder.join("config.json"));
     let config_file = model::file(model)?;
     let mut inputs = vec![from];

@@ -30,7 +30,7 @@ pub fn run(args: &CompileArgs) -> Result<(), Failure> {
     let model = model::load(&args.model)?.with_expert_capacity(args.expert_capacity)?;
     let mut spec = train_spec::train_spec(&args.train, model.max_sequence())?;
     let cluster = cluster::load(&args.cluster, args.hosts, args.ranks)?;
-    let forward = model.graph(spec.sequence, spec.dropout)?;
+    let forward = model.graph(spec.sequence, spec.dropout, spec.task)?;
     // The ops decide: a graph brings its own, and most families have none.
     let dropout = match spec.task.is_training() {
         true => model::dropout(&forward),

@@ -61,7 +61,7 @@ impl Wanted {
         let model = model::load(model)?.with_expert_capacity(expert_capacity)?;
         let train = train_spec::train_spec(train, model.max_sequence())?;
         Ok(Wanted {
-            forward: model.graph(train.sequence, train.dropout)?,
+            forward: model.graph(train.sequence, train.dropout, train.task)?,
             options: PlanOptions {
                 pins,
                 tolerance: search.tolerance.0,

@@ -21,6 +21,7 @@ mod told;
 mod watch;
 
 use crate::args::{BackendArg, CheckpointMode, DecayArg, MatmulsArg, RunArgs};
+use crate::commands::doctor::names;
 use crate::failure::{CHECKPOINTS_ARE, Exit, Failure};
 use crate::interrupt::{BEFORE_IT_WENT_ON, Early, Interrupts};
 use crate::plan_file::{self, Loaded};
@@ -200,6 +201,7 @@ fn run_as(
         .iter()
         .for_each(|p| launcher.knows(p, &interrupts));
     let mut so_far = SoFar::begin(args, first);
+    so_far.resumed = resume.as_ref().map(|c| c.path().to_path_buf());
     let trained = train_all(
         args,
         &loaded,
@@ -336,7 +338,7 @@ fn run_as(
         attempt(what, write_measurement());
     }
     if !failed.is_empty() {
-        return Err(not_all(failed, &written));
+        return Err(not_all(failed, &written, args.elastic));
     }
     if measurement.steps.len() as u64 == args.steps {
         journal::end(args);
@@ -353,9 +355,9 @@ fn run_as(
             crate::say(format_args!("warning: {problem} after the run was done"));
         }
     }
-    // One that is not done may have to tell of earlier losses still.
+    // One that is not done has to tell of earlier losses still.
     let is_whole = measurement.steps.len() as u64 == args.steps;
-    if let Some(unasked) = unasked.filter(|_| is_whole || !args.elastic) {
+    if let Some(unasked) = unasked.filter(|_| is_whole || args.losses == 0) {
         unasked.end();
     }
     if is_end {
@@ -454,6 +456,8 @@ fn serve(
                 folder,
                 plan_hash: loaded.hash.clone(),
                 model: loaded.plan.graph.clone(),
+                kept: usize::from(args.checkpoints_kept),
+                without: warn_of_unleft,
             }),
         processes: Some(Arc::clone(&processes)),
         last_resort: Some(last_resort(args)),
@@ -513,6 +517,14 @@ fn serve(
         }
         Ok(_) => Ok(()),
     }
+}
+
+/// Warns that ranks of this process cannot leave their states for the next process 0.
+fn warn_of_unleft(ranks: &[Rank], why: &RuntimeError) {
+    let whose = names(ranks.iter().copied());
+    crate::say(format_args!(
+        "warning: the states of {whose} are not left for the next process 0: {why}"
+    ));
 }
 
 /// How long the last words of process 0 take.
@@ -598,7 +610,7 @@ fn check_task(args: &RunArgs, task: Task) -> Result<(), Failure> {
 }
 
 /// Reports all that could not be written, and what could.
-fn not_all(failed: Vec<Failure>, written: &[String]) -> Failure {
+fn not_all(failed: Vec<Failure>, written: &[String], is_elastic: bool) -> Failure {
     let mut words: Vec<String> = failed.iter().map(Failure::to_string).collect();
     if !written.is_empty() {
         words.push(format!("these were written: {}", written.join(", ")));
@@ -608,9 +620,10 @@ fn not_all(failed: Vec<Failure>, written: &[String]) -> Failure {
     let failure = first.unwrap_or_else(internal).saying(words.join("\n"));
     // Nothing that was given was bad.
     match failure.exit() {
-        Exit::BadInput => failure.called("not all was written").help(
-            "make room there, or have the next run write to another place; earlier checkpoints are as they were",
-        ),
+        Exit::BadInput => failure.called("not all was written").help(match is_elastic {
+            true => elastic::ROOM,
+            false => "make room there, or have the next run write to another place; earlier checkpoints are as they were",
+        }),
         _ => failure,
     }
 }
@@ -944,9 +957,16 @@ fn check_outputs(
     // The records that nobody asked for end no run.
     let record = args.record.as_ref().filter(|_| !args.records_by_default);
     let folders = args.checkpoint.iter().chain(record);
-    folders
-        .into_iter()
-        .try_for_each(|folder| interrupts.makes(folder, || outputs::check_folder(folder)))
+    folders.into_iter().try_for_each(|folder| {
+        match interrupts.makes(folder, || outputs::check_folder(folder)) {
+            // After a loss a run goes on as long as it can: there may be room later.
+            Err(failure) if args.lost_at_ms.is_some() && folder.is_dir() => {
+                crate::say(format_args!("warning: {failure}"));
+                Ok(())
+            }
+            checked => checked,
+        }
+    })
 }
 
 fn schedule(args: &RunArgs) -> Result<LrSchedule, Failure> {
@@ -1007,6 +1027,7 @@ fn dataset(args: &RunArgs, training: &TrainingGraph) -> Result<Dataset, Failure>
         tokenizer: args.tokenizer.clone(),
         vocab: vocabulary(training),
         validation_fraction: args.validation_fraction,
+        further: training.further(),
     };
     Ok(Dataset::open(&args.data, &options)?)
 }

@@ -268,7 +268,7 @@ fn graph_of(args: &WhatIfArgs, train: &TrainSpec) -> Result<Graph, Failure> {
         return Err(Failure::new(Exit::Usage, what)
             .help("name what the plan was compiled from, as --model models/gpt2"));
     };
-    model::load(path)?.graph(train.sequence, train.dropout)
+    model::load(path)?.graph(train.sequence, train.dropout, train.task)
 }
 
 /// A whole number, or a multiple of the old one.

@@ -8,7 +8,7 @@
 //! of a parameter lie split over it although its uses want it whole.
 
 use ir::op::{Assignment, AxisUse, FactorRole};
-use ir::plan::{Plan, relative_path};
+use ir::plan::{Plan, leaf, relative_path};
 use ir::training::{StateRole, TrainingGraph};
 use ir::{AxisId, LayerId, Op, OpKind, Origin, Pass, Region, ShardingSpec, ValueId};
 use serde::Serialize;
@@ -193,8 +193,14 @@ impl Layer<'_> {
             heavy
                 .iter()
                 .filter(|a| role_of(a) == Some(role))
-                .map(|a| leaf(&a.op.path))
-                .collect::<Vec<_>>()
+                .map(|a| leaf(&a.op.path).to_string())
+                .fold(Vec::new(), |mut all, name| {
+                    // A module that is used again has ops of the same names.
+                    if !all.contains(&name) {
+                        all.push(name);
+                    }
+                    all
+                })
         };
         let (batch, expert, feature, sequence) = (
             with(FactorRole::Batch),
@@ -340,10 +346,4 @@ fn is_heavy(kind: &OpKind) -> bool {
             | OpKind::Embedding
             | OpKind::CrossEntropy
     )
-}
-
-/// Returns the last two parts of a path: `attn.qkv`.
-fn leaf(path: &str) -> String {
-    let parts: Vec<&str> = path.split('.').collect();
-    parts[parts.len().saturating_sub(2)..].join(".")
 }

@@ -398,6 +398,8 @@ fn the_same_command_goes_on_with_an_elastic_run() {
         "{}",
         said(&output)
     );
+    // It has lost nobody of whom records could tell.
+    assert!(!place.exists("e.records"));
     let done = place.run(&args).expect(0);
     assert_no_panic(&done);
     let whole = [
@@ -800,7 +802,7 @@ fn a_rescued_state_that_the_disk_spoils_is_not_gone_on_from() {
     let words = support::flat(&said(&output));
     // The last training state cannot be written either.
     assert_eq!(output.status.code(), Some(3), "{words}");
-    let not = "The ranks that are left do not have all states in memory, as ";
+    let not = "The ranks that are left have all states in memory, but these cannot be written: ";
     assert!(words.contains(not), "{words}");
     let spoilt = "the disk does not give back what was written to it";
     assert!(words.contains(spoilt), "{words}");

@@ -12,11 +12,12 @@
 //! ```
 
 use super::Builder;
+use super::further::{self, Parts};
 use super::llama::{DENSE, EXPERTS, route};
 use crate::ImportError;
 use crate::config::{ExpertsConfig, HybridConfig, Mixer, blocks_of_sequence};
 use ir::op::{Binary, Bounds, InputKind, OpKind, SequenceOrder, Unary};
-use ir::{DType, Dim, Place, Shape, TensorType, ValueId};
+use ir::{DType, Dim, Shape, TensorType, ValueId};
 
 pub(super) fn build(b: &mut Builder, c: &HybridConfig) -> Result<(), ImportError> {
     b.start_layer("embed");
@@ -25,22 +26,49 @@ pub(super) fn build(b: &mut Builder, c: &HybridConfig) -> Result<(), ImportError
     let mut x = b.op("embed.wte", OpKind::Embedding, &[table, tokens])?;
     for (i, mixer) in c.blocks.iter().enumerate() {
         b.start_layer(format!("h.{i}"));
-        let h = format!("h.{i}");
-        let normed = norm(b, c, &format!("{h}.norm"), x)?;
-        let y = match mixer {
-            Mixer::Mamba => state_space(b, c, &format!("{h}.mamba"), normed)?,
-            Mixer::Attention => attention(b, c, &format!("{h}.attn"), normed)?,
-            Mixer::Mlp => mlp(b, &format!("{h}.mlp"), DENSE, normed)?,
-            Mixer::Experts => match &c.experts {
-                Some(e) => mixture(b, c, e, &format!("{h}.moe"), normed)?,
-                None => normed,
-            },
-        };
-        x = b.add(format!("{h}.residual"), x, y)?;
+        x = block(b, c, *mixer, &format!("h.{i}"), x)?;
     }
-    b.start_layer("head");
-    let x = norm(b, c, "head.norm", x)?;
-    b.loss(x, c.tied.then_some(table))
+    further::finish(b, c, c.further, (table, c.tied), x)
+}
+
+impl Parts for HybridConfig {
+    fn norm(&self, b: &mut Builder, path: &str, x: ValueId) -> Result<ValueId, ImportError> {
+        norm(b, self, path, x)
+    }
+    fn block(
+        &self,
+        b: &mut Builder,
+        scope: &str,
+        _: u64,
+        x: ValueId,
+    ) -> Result<ValueId, ImportError> {
+        let mut x = x;
+        for (i, mixer) in self.further_blocks.iter().enumerate() {
+            x = block(b, self, *mixer, &format!("{scope}.h.{i}"), x)?;
+        }
+        Ok(x)
+    }
+}
+
+/// A block of this mixer, whose paths begin with `h`.
+fn block(
+    b: &mut Builder,
+    c: &HybridConfig,
+    mixer: Mixer,
+    h: &str,
+    x: ValueId,
+) -> Result<ValueId, ImportError> {
+    let normed = norm(b, c, &format!("{h}.norm"), x)?;
+    let y = match mixer {
+        Mixer::Mamba => state_space(b, c, &format!("{h}.mamba"), normed)?,
+        Mixer::Attention => attention(b, c, &format!("{h}.attn"), normed)?,
+        Mixer::Mlp => mlp(b, &format!("{h}.mlp"), DENSE, normed)?,
+        Mixer::Experts => match &c.experts {
+            Some(e) => mixture(b, c, e, &format!("{h}.moe"), normed)?,
+            None => normed,
+        },
+    };
+    b.add(format!("{h}.residual"), x, y)
 }
 
 fn unary(b: &mut Builder, path: String, f: Unary, x: ValueId) -> Result<ValueId, ImportError> {
@@ -91,7 +119,7 @@ fn state_space(
 /// A vector of ones.
 fn ones(b: &mut Builder, path: &str, width: u64) -> Result<ValueId, ImportError> {
     let ty = TensorType::new(DType::F32, Shape::fixed(&[]));
-    let place = Place::forward(format!("{path}.one"), b.layer);
+    let place = b.place(format!("{path}.one"));
     let one = b
         .graph
         .add_source(OpKind::Constant { value: 1.0 }, ty, place)?;

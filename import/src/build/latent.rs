@@ -13,6 +13,7 @@
 //! ```
 
 use super::Builder;
+use super::further::{self, Parts};
 use super::llama::{DENSE, gated_mlp, mixture};
 use crate::ImportError;
 use crate::config::{LATENT_EPSILON, LatentConfig, blocks_of_sequence};
@@ -26,15 +27,34 @@ pub(super) fn build(b: &mut Builder, c: &LatentConfig) -> Result<(), ImportError
     let mut x = b.op("embed.wte", OpKind::Embedding, &[table, tokens])?;
     for i in 0..c.layers {
         b.start_layer(format!("h.{i}"));
-        x = block(b, c, i, x)?;
+        x = block(b, c, &format!("h.{i}"), i, x)?;
     }
-    b.start_layer("head");
-    let x = norm(b, c.epsilon, "head.norm", x)?;
-    b.loss(x, c.tied.then_some(table))
+    further::finish(b, c, c.further, (table, c.tied), x)
 }
 
-fn block(b: &mut Builder, c: &LatentConfig, i: u64, x: ValueId) -> Result<ValueId, ImportError> {
-    let h = format!("h.{i}");
+impl Parts for LatentConfig {
+    fn norm(&self, b: &mut Builder, path: &str, x: ValueId) -> Result<ValueId, ImportError> {
+        norm(b, self.epsilon, path, x)
+    }
+    fn block(
+        &self,
+        b: &mut Builder,
+        scope: &str,
+        k: u64,
+        x: ValueId,
+    ) -> Result<ValueId, ImportError> {
+        block(b, self, scope, self.layers + k, x)
+    }
+}
+
+/// Layer `i`, whose paths begin with `h`.
+fn block(
+    b: &mut Builder,
+    c: &LatentConfig,
+    h: &str,
+    i: u64,
+    x: ValueId,
+) -> Result<ValueId, ImportError> {
     let normed = norm(b, c.epsilon, &format!("{h}.norm_1"), x)?;
     let y = attention(b, c, &format!("{h}.attn"), normed)?;
     let x = b.add(format!("{h}.residual_1"), x, y)?;

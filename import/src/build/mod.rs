@@ -7,10 +7,14 @@
 //! The graph's one output, `nll_sum`, is the sum of the negative log-likelihoods of a
 //! microbatch's labels; the training graph divides by the tokens of the global batch.
 //!
+//! Modules that predict further tokens are layers `h.mtp.0`, .. before the head, and have tokens and
+//! labels of their own; the output is `head.mtp.total` then, with their losses (see `further`).
+//!
 //! Dropout stands where the published models have it (GPT-2: embedding, attention weights,
 //! both residual branches; Llama: attention weights), with one probability for all.
 
 mod decoder;
+mod further;
 mod gpt2;
 mod hybrid;
 mod latent;
@@ -72,7 +76,11 @@ pub fn model_graph(config: &ModelConfig, options: &BuildOptions) -> Result<Graph
 struct Builder {
     graph: Graph,
     params: BTreeMap<String, Param>,
+    /// The values of the parameters that are declared, by path.
+    declared: BTreeMap<String, ValueId>,
     layer: LayerId,
+    /// Where the paths of a module begin whose ops are added once more, and how often they have been.
+    turn: Option<(String, u64)>,
     options: BuildOptions,
 }
 
@@ -86,12 +94,23 @@ impl Builder {
         Builder {
             graph: Graph::new(config.model_type()),
             params,
+            declared: BTreeMap::new(),
             layer: LayerId::new(0),
+            turn: None,
             options,
         }
     }
     fn start_layer(&mut self, name: impl Into<String>) {
         self.layer = self.graph.add_layer(name);
+    }
+    /// The place of an op of the current layer, whose path is its own in every turn.
+    fn place(&self, path: impl Into<String>) -> Place {
+        let path = path.into();
+        let again = self.turn.as_ref().and_then(|(scope, turn)| {
+            let rest = path.strip_prefix(scope)?;
+            Some(format!("{scope}.turn_{turn}{rest}"))
+        });
+        Place::forward(again.unwrap_or(path), self.layer)
     }
     /// Adds an op and returns all results.
     fn ops(
@@ -100,9 +119,8 @@ impl Builder {
         kind: OpKind,
         inputs: &[ValueId],
     ) -> Result<Vec<ValueId>, ImportError> {
-        Ok(self
-            .graph
-            .add(kind, inputs, Place::forward(path, self.layer))?)
+        let place = self.place(path);
+        Ok(self.graph.add(kind, inputs, place)?)
     }
     /// Adds an op and returns its first result.
     fn op(
@@ -134,7 +152,7 @@ impl Builder {
     /// Adds one to the gain of the norm at `path`, which files hold less one.
     fn centred(&mut self, path: &str, gain: ValueId) -> Result<ValueId, ImportError> {
         let ty = TensorType::new(DType::F32, Shape::fixed(&[]));
-        let place = Place::forward(format!("{path}.one"), self.layer);
+        let place = self.place(format!("{path}.one"));
         let one = OpKind::Constant { value: 1.0 };
         let one = self.graph.add_source(one, ty, place)?;
         self.add(format!("{path}.gain"), gain, one)
@@ -151,12 +169,14 @@ impl Builder {
         kind: InputKind,
         ty: TensorType,
     ) -> Result<ValueId, ImportError> {
-        Ok(self
-            .graph
-            .add_source(OpKind::Input { kind }, ty, Place::forward(path, self.layer))?)
+        let place = self.place(path);
+        Ok(self.graph.add_source(OpKind::Input { kind }, ty, place)?)
     }
-    /// Declares a parameter of the table.
+    /// Returns a parameter of the table, which its first use declares.
     fn param(&mut self, path: &str) -> Result<ValueId, ImportError> {
+        if let Some(&value) = self.declared.get(path) {
+            return Ok(value);
+        }
         let param = self
             .params
             .get(path)
@@ -172,7 +192,9 @@ impl Builder {
             region: Region::StepBegin,
             layer: Some(self.layer),
         };
-        Ok(self.graph.add_source(kind, ty, place)?)
+        let value = self.graph.add_source(kind, ty, place)?;
+        self.declared.insert(path.into(), value);
+        Ok(value)
     }
     /// Multiplies `x` by `scope.weight`, and adds `scope.bias` where the model has one.
     fn linear(&mut self, scope: &str, einsum: &str, x: ValueId) -> Result<ValueId, ImportError> {
@@ -187,13 +209,14 @@ impl Builder {
     }
     /// Applies dropout to `x`; at probability zero returns `x` itself.
     fn dropout(&mut self, path: &str, x: ValueId) -> Result<ValueId, ImportError> {
+        let key = self.place(path).path;
         match self.options.dropout {
             0.0 => Ok(x),
             p => self.op(
                 path,
                 OpKind::Dropout {
                     p,
-                    key: path.into(),
+                    key,
                     order: ir::op::SequenceOrder::Natural,
                 },
                 &[x],
@@ -213,11 +236,7 @@ impl Builder {
         cap: Option<f64>,
     ) -> Result<(), ImportError> {
         let labels = self.input("labels", InputKind::Labels)?;
-        let table = match table {
-            Some(table) => table,
-            None => self.param("head.lm_head.weight")?,
-        };
-        let mut logits = self.dot("head.logits", "bsh,vh->bsv", x, table)?;
+        let mut logits = self.logits("head", x, table)?;
         if let Some(cap) = cap {
             for (path, f) in [
                 ("head.cap.shrink", Unary::Scale { by: cap.recip() }),
@@ -227,25 +246,45 @@ impl Builder {
                 logits = self.op(path, OpKind::Unary { f }, &[logits])?;
             }
         }
-        self.nll_of(logits, labels)
+        let sum = self.nll_of("head", logits, labels, "nll_sum")?;
+        self.graph.outputs = vec![sum];
+        Ok(())
+    }
+    /// Adds the logits of the normalised `x`.
+    fn logits(
+        &mut self,
+        scope: &str,
+        x: ValueId,
+        table: Option<ValueId>,
+    ) -> Result<ValueId, ImportError> {
+        let table = match table {
+            Some(table) => table,
+            None => self.param("head.lm_head.weight")?,
+        };
+        self.dot(format!("{scope}.logits"), "bsh,vh->bsv", x, table)
     }
     /// Adds the loss of logits `[B, sequence, classes]`.
     fn nll(&mut self, logits: ValueId) -> Result<(), ImportError> {
         let labels = self.input("labels", InputKind::Labels)?;
-        self.nll_of(logits, labels)
-    }
-    fn nll_of(&mut self, logits: ValueId, labels: ValueId) -> Result<(), ImportError> {
-        let lse = self.op("head.lse", OpKind::LogSumExp, &[logits])?;
-        let nll = self.op("head.nll", OpKind::CrossEntropy, &[logits, lse, labels])?;
-        let sum = self.op(
-            "nll_sum",
-            OpKind::Reduce {
-                kind: ReduceKind::Sum,
-                dims: vec![0, 1],
-            },
-            &[nll],
-        )?;
+        let sum = self.nll_of("head", logits, labels, "nll_sum")?;
         self.graph.outputs = vec![sum];
         Ok(())
+    }
+    /// Adds the sum of the negative log-likelihoods of the labels, whose path is `sum`.
+    fn nll_of(
+        &mut self,
+        scope: &str,
+        logits: ValueId,
+        labels: ValueId,
+        sum: &str,
+    ) -> Result<ValueId, ImportError> {
+        let lse = self.op(format!("{scope}.lse"), OpKind::LogSumExp, &[logits])?;
+        let operands = [logits, lse, labels];
+        let nll = self.op(format!("{scope}.nll"), OpKind::CrossEntropy, &operands)?;
+        let reduce = OpKind::Reduce {
+            kind: ReduceKind::Sum,
+            dims: vec![0, 1],
+        };
+        self.op(sum, reduce, &[nll])
     }
 }

@@ -2,9 +2,11 @@
 //! (Mamba-2), attention, an MLP or experts, in the order of a pattern.
 //!
 //! Nemotron-H says its blocks letter by letter (`hybrid_override_pattern`: `M`, `*`, `-` and `E`) or word by
-//! word (`layers_block_type`). Layers that predict further tokens are refused, as DeepSeek's are.
+//! word (`layers_block_type`), and so those of a module that predicts further tokens
+//! (`mtp_hybrid_override_pattern`, `mtp_layers_block_type`).
 
 use super::document::Fields;
+use super::further::{self, FurtherConfig};
 use super::{EPSILONS, EXPERTS, GATE_SCALES, HARMLESS_FIELDS, HEADS, LAYERS, POSITIONS};
 use super::{ExpertsConfig, PROBABILITIES, VOCAB, WIDTHS};
 use super::{check_common, check_full_attention, init_std, sparse};
@@ -64,6 +66,10 @@ pub struct HybridConfig {
     pub(crate) is_nemotron: bool,
     /// The mixers of the blocks.
     pub(crate) blocks: Vec<Mixer>,
+    /// The modules that predict further tokens.
+    pub(crate) further: Option<FurtherConfig>,
+    /// The mixers of the blocks of each such module.
+    pub(crate) further_blocks: Vec<Mixer>,
     pub(crate) hidden: u64,
     pub(crate) vocab: u64,
     pub(crate) positions: u64,
@@ -132,6 +138,8 @@ pub(super) fn read_mamba2(mut f: Fields) -> Result<HybridConfig, ImportError> {
     let config = HybridConfig {
         is_nemotron: false,
         blocks: vec![Mixer::Mamba; layers as usize],
+        further: None,
+        further_blocks: Vec::new(),
         hidden,
         vocab: f.required("vocab_size", VOCAB)?,
         positions: *POSITIONS.end(),
@@ -156,6 +164,8 @@ pub(super) fn read_nemotron_h(mut f: Fields) -> Result<HybridConfig, ImportError
     check_full_attention(&mut f)?;
     let hidden = f.required("hidden_size", WIDTHS)?;
     let blocks = blocks(&mut f)?;
+    let further = further::read(&mut f)?;
+    let further_blocks = further_blocks(&mut f, further.is_some())?;
     let heads = f.required("num_attention_heads", HEADS)?;
     let kv_heads = f.required("num_key_value_heads", HEADS)?;
     if !heads.is_multiple_of(kv_heads) {
@@ -181,7 +191,11 @@ pub(super) fn read_nemotron_h(mut f: Fields) -> Result<HybridConfig, ImportError
     f.has("time_step_limit");
     f.integer("expand", 1..=1024)?;
     check_fixed(&mut f)?;
-    let experts = match blocks.contains(&Mixer::Experts) {
+    let has_experts = blocks
+        .iter()
+        .chain(&further_blocks)
+        .any(|b| *b == Mixer::Experts);
+    let experts = match has_experts {
         true => Some(experts(&mut f, &blocks)?),
         false => {
             for name in EXPERT_FIELDS {
@@ -204,6 +218,8 @@ pub(super) fn read_nemotron_h(mut f: Fields) -> Result<HybridConfig, ImportError
         latent: f.nullable_integer("moe_latent_size", WIDTHS)?,
         experts,
         blocks,
+        further,
+        further_blocks,
         epsilon: f.number("layer_norm_epsilon", EPSILONS)?.unwrap_or(1e-5),
         tied: f.boolean("tie_word_embeddings")?.unwrap_or(false),
         init_std: init_std(&mut f)?,
@@ -259,6 +275,45 @@ fn scan(
 
 /// Reads the order of the mixers.
 fn blocks(f: &mut Fields) -> Result<Vec<Mixer>, ImportError> {
+    const PATTERN: &str = "hybrid_override_pattern";
+    let words = match f.has("layers_block_type") {
+        true => "layers_block_type",
+        false => "layer_types",
+    };
+    let Some((field, blocks)) = mixers(f, words, PATTERN)? else {
+        return Err(f.missing(PATTERN, "a letter for each layer"));
+    };
+    if let Some(layers) = f.integer("num_hidden_layers", LAYERS)?
+        && layers != blocks.len() as u64
+    {
+        let problem = format!("{} layers are listed, of {layers}", blocks.len());
+        return Err(f.contradiction(field, "num_hidden_layers", problem));
+    }
+    Ok(blocks)
+}
+
+/// Reads the order of the mixers of a module that predicts further tokens; none where no module does.
+fn further_blocks(f: &mut Fields, is_there: bool) -> Result<Vec<Mixer>, ImportError> {
+    const WORDS: &str = "mtp_layers_block_type";
+    const PATTERN: &str = "mtp_hybrid_override_pattern";
+    if !is_there {
+        for name in [WORDS, PATTERN] {
+            f.has(name);
+        }
+        return Ok(Vec::new());
+    }
+    match mixers(f, WORDS, PATTERN)? {
+        Some((_, blocks)) => Ok(blocks),
+        None => Err(f.missing(PATTERN, "a letter for each block of a module")),
+    }
+}
+
+/// Reads an order of mixers that is listed word by word or letter by letter, and by which field.
+fn mixers(
+    f: &mut Fields,
+    name: &'static str,
+    letters: &'static str,
+) -> Result<Option<(&'static str, Vec<Mixer>)>, ImportError> {
     const WORDS: [&str; 6] = [
         "mamba",
         "linear_attention",
@@ -267,20 +322,16 @@ fn blocks(f: &mut Fields) -> Result<Vec<Mixer>, ImportError> {
         "mlp",
         "moe",
     ];
-    const PATTERN: &str = "hybrid_override_pattern";
-    let (name, words) = match f.words("layers_block_type", &WORDS)? {
-        Some(words) => ("layers_block_type", Some(words)),
-        None => ("layer_types", f.words("layer_types", &WORDS)?),
-    };
     let of_word = |word: &&str| match *word {
         "attention" | "full_attention" => Mixer::Attention,
         "mlp" => Mixer::Mlp,
         "moe" => Mixer::Experts,
         _ => Mixer::Mamba,
     };
+    let words = f.words(name, &WORDS)?;
     let listed: Option<Vec<Mixer>> = words.map(|words| words.iter().map(of_word).collect());
-    let pattern = match f.has(PATTERN) {
-        true => f.string(PATTERN)?,
+    let pattern = match f.has(letters) {
+        true => f.string(letters)?,
         false => None,
     };
     let of_letter = |letter| match letter {
@@ -293,19 +344,19 @@ fn blocks(f: &mut Fields) -> Result<Vec<Mixer>, ImportError> {
     let spelled = match pattern.map(|p| p.chars().map(of_letter).collect::<Option<Vec<Mixer>>>()) {
         Some(None) => {
             let expected = "expected a letter for each layer: M (Mamba-2), * (attention), - (MLP) or E (experts)";
-            return Err(f.error(PATTERN, expected.into()));
+            return Err(f.error(letters, expected.into()));
         }
         Some(spelled) => spelled,
         None => None,
     };
-    let field = if listed.is_some() { name } else { PATTERN };
+    let field = if listed.is_some() { name } else { letters };
     let blocks = match (listed, spelled) {
         (Some(listed), Some(spelled)) if listed != spelled => {
             let problem = "the two list other layers; leave one of them out".to_string();
-            return Err(f.contradiction(name, PATTERN, problem));
+            return Err(f.contradiction(name, letters, problem));
         }
         (Some(blocks), _) | (None, Some(blocks)) => blocks,
-        (None, None) => return Err(f.missing(PATTERN, "a letter for each layer")),
+        (None, None) => return Ok(None),
     };
     let n = blocks.len() as u64;
     if !LAYERS.contains(&n) {
@@ -316,13 +367,7 @@ fn blocks(f: &mut Fields) -> Result<Vec<Mixer>, ImportError> {
         );
         return Err(f.error(field, problem));
     }
-    if let Some(layers) = f.integer("num_hidden_layers", LAYERS)?
-        && layers != n
-    {
-        let problem = format!("{n} layers are listed, of {layers}");
-        return Err(f.contradiction(field, "num_hidden_layers", problem));
-    }
-    Ok(blocks)
+    Ok(Some((field, blocks)))
 }
 
 /// Checks the fields that have one accepted value.
@@ -337,12 +382,6 @@ fn check_fixed(f: &mut Fields) -> Result<(), ImportError> {
     f.only("mlp_hidden_act", &[json!("relu2")], "a squared ReLU")?;
     let why = "the state space has no other";
     f.only("mamba_hidden_act", &[json!("silu"), json!("swish")], why)?;
-    let why = "heads that predict further tokens, their layers and their loss are not there; 0 plans \
-               and trains the model without them, as transformers does";
-    f.only("num_nextn_predict_layers", &[json!(0), Value::Null], why)?;
-    for name in ["mtp_layers_block_type", "mtp_hybrid_override_pattern"] {
-        f.has(name);
-    }
     // The row of the padding token is trained like every other, in transformers too.
     f.nullable_integer("pad_token_id", 0..=*VOCAB.end())?;
     EXECUTION.iter().for_each(|name| {

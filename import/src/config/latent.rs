@@ -7,6 +7,7 @@
 //! V3 is read with the weights and stays as it is: what moves it in DeepSeek's training is not there.
 
 use super::document::Fields;
+use super::further::{self, FurtherConfig};
 use super::llama::{Rotations, rope};
 use super::{COEFFICIENTS, EPSILONS, EXPERTS, GATE_SCALES, HARMLESS_FIELDS, HEADS, LAYERS};
 use super::{ExpertsConfig, POSITIONS, PROBABILITIES, VOCAB, WIDTHS};
@@ -60,6 +61,9 @@ pub struct LatentConfig {
     pub(crate) interleaved: bool,
     /// The blocks that attention sees.
     pub(crate) sparse: Option<Blocks>,
+    /// The modules that predict further tokens: a norm of what they predict from and one of the next
+    /// token's embedding, their projections, and a layer like the last.
+    pub(crate) further: Option<FurtherConfig>,
     /// The factor of the scores.
     pub(crate) scale: f64,
     pub(crate) activation: Unary,
@@ -150,6 +154,7 @@ pub(super) fn read(mut f: Fields, version: Version) -> Result<LatentConfig, Impo
         value_dim,
         interleaved,
         sparse: sparse::read(&mut f)?,
+        further: further::read(&mut f)?,
         scale: found.score_scale.powi(2) / ((turned + still) as f64).sqrt(),
         activation: activation(&mut f, "hidden_act", "silu")?,
         epsilon: f.number("rms_norm_eps", EPSILONS)?.unwrap_or(1e-6),
@@ -177,11 +182,6 @@ fn check_fixed(f: &mut Fields) -> Result<(), ImportError> {
     let why = "with a padding id PyTorch's embedding withholds gradients from that row, which is not supported; \
                null trains every row";
     f.only("pad_token_id", &[Value::Null], why)?;
-    let why = "heads that predict further tokens, their layers and their loss are not there; 0 plans \
-               and trains the model without them, as transformers does";
-    for name in ["num_nextn_predict_layers", "num_mtp_layers"] {
-        f.only(name, &[json!(0), Value::Null], why)?;
-    }
     f.only(
         "ep_size",
         &[json!(1), Value::Null],

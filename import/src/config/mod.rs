@@ -13,6 +13,7 @@
 mod decoder;
 mod document;
 mod experts;
+mod further;
 mod gpt2;
 mod hybrid;
 mod latent;
@@ -23,6 +24,7 @@ mod wide_resnet;
 pub use decoder::DecoderConfig;
 pub(crate) use decoder::{Plain, Rotation};
 pub(crate) use document::without_position;
+pub(crate) use further::FurtherConfig;
 pub use hybrid::HybridConfig;
 pub(crate) use hybrid::{Mixer, ScanConfig};
 pub use latent::LatentConfig;
@@ -600,7 +602,36 @@ impl ModelConfig {
         }
         Ok(self)
     }
-    /// Returns the number of transformer layers, or of residual blocks.
+    /// Returns the same model without the modules that predict further tokens, which inference does not
+    /// use.
+    pub fn without_further_tokens(mut self) -> Self {
+        match &mut self {
+            ModelConfig::Latent(c) => c.further = None,
+            ModelConfig::Hybrid(c) => c.further = None,
+            ModelConfig::Gpt2(_)
+            | ModelConfig::Llama(_)
+            | ModelConfig::Decoder(_)
+            | ModelConfig::WideResnet(_) => {}
+        }
+        self
+    }
+    /// Returns how many tokens behind the next one the model predicts as well (multi-token prediction).
+    pub fn further_tokens(&self) -> u64 {
+        self.further().map_or(0, |f| f.depth)
+    }
+    /// Returns the modules that predict further tokens.
+    pub(crate) fn further(&self) -> Option<FurtherConfig> {
+        match self {
+            ModelConfig::Latent(c) => c.further,
+            ModelConfig::Hybrid(c) => c.further,
+            ModelConfig::Gpt2(_)
+            | ModelConfig::Llama(_)
+            | ModelConfig::Decoder(_)
+            | ModelConfig::WideResnet(_) => None,
+        }
+    }
+    /// Returns the number of transformer layers, or of residual blocks; modules that predict further
+    /// tokens do not count.
     pub fn n_layers(&self) -> u64 {
         match self {
             ModelConfig::Gpt2(c) => c.layers,

@@ -5,7 +5,7 @@
 //! own here, with the groups of heads first, so that a shard cuts none of them. A convolution's weight is
 //! `[channels, 1, taps]` in files.
 
-use super::{Param, Rows, Table};
+use super::{Param, Rows, Table, further};
 use crate::config::{ExpertsConfig, HybridConfig, Mixer, ScanConfig};
 use ir::op::Init;
 
@@ -25,44 +25,25 @@ pub(super) fn hybrid(c: &HybridConfig) -> Vec<Param> {
         normal,
     );
     for (i, mixer) in c.blocks.iter().enumerate() {
-        let at =
-            |ours: &str, theirs: &str| (format!("h.{i}.{ours}"), format!("layers.{i}.{theirs}"));
-        t.gain(at("norm", "norm"), h);
-        match mixer {
-            Mixer::Mamba => state_space(&mut t, (h, normal), &c.scan, i),
-            Mixer::Attention => {
-                let (kv, d) = (c.kv_heads, c.head_dim);
-                let query: &[u64] = match c.heads / kv {
-                    1 => &[kv, d],
-                    groups => &[kv, groups, d],
-                };
-                for (ours, theirs, outs) in [
-                    ("attn.q", "mixer.q_proj", query),
-                    ("attn.k", "mixer.k_proj", &[kv, d][..]),
-                    ("attn.v", "mixer.v_proj", &[kv, d][..]),
-                ] {
-                    t.linear(at(ours, theirs), &[h], outs, false, normal);
-                }
-                t.linear(at("attn.out", "mixer.o_proj"), query, &[h], false, normal);
-            }
-            Mixer::Mlp => {
-                let inner = [c.intermediate];
-                t.linear(at("mlp.up", "mixer.up_proj"), &[h], &inner, false, normal);
-                t.linear(
-                    at("mlp.down", "mixer.down_proj"),
-                    &inner,
-                    &[h],
-                    false,
-                    normal,
-                );
-            }
-            Mixer::Experts => {
-                if let Some(e) = &c.experts {
-                    experts(&mut t, (h, c.latent, normal), e, i);
-                }
-            }
-        }
+        let (ours, theirs) = (format!("h.{i}"), format!("layers.{i}"));
+        block(&mut t, c, *mixer, (&ours, &theirs));
     }
+    // Files count the blocks of all modules, outside the model's prefix.
+    let of_model = std::mem::take(&mut t.prefix);
+    let each = c.further_blocks.len() as u64;
+    for k in 0..c.further.map_or(0, |f| f.modules) {
+        further::begin(&mut t, (h, normal), k, &format!("mtp.layers.{}", k * each));
+        for (j, mixer) in (0..).zip(&c.further_blocks) {
+            let stored = format!("mtp.layers.{}", k * each + j);
+            block(&mut t, c, *mixer, (&format!("h.mtp.{k}.h.{j}"), &stored));
+        }
+        let last = format!("mtp.layers.{}", k * each + each.saturating_sub(1));
+        t.gain(
+            (format!("h.mtp.{k}.norm"), format!("{last}.final_layernorm")),
+            h,
+        );
+    }
+    t.prefix = of_model;
     t.gain(("head.norm".into(), "norm_f".into()), h);
     if !c.tied {
         t.add_head(&table, normal);
@@ -70,12 +51,59 @@ pub(super) fn hybrid(c: &HybridConfig) -> Vec<Param> {
     t.params
 }
 
-/// Adds the state space of layer `i`, of a model as wide as `h`.
-fn state_space(t: &mut Table, (h, normal): (u64, Init), s: &ScanConfig, i: usize) {
+/// Adds a block of this mixer; `(layer, stored)` is where it is here and in files.
+fn block(t: &mut Table, c: &HybridConfig, mixer: Mixer, (layer, stored): (&str, &str)) {
+    let h = c.hidden;
+    let normal = Init::Normal { std: c.init_std };
+    let at = |ours: &str, theirs: &str| (format!("{layer}.{ours}"), format!("{stored}.{theirs}"));
+    t.gain(at("norm", "norm"), h);
+    match mixer {
+        Mixer::Mamba => state_space(t, (h, normal), &c.scan, (layer, stored)),
+        Mixer::Attention => {
+            let (kv, d) = (c.kv_heads, c.head_dim);
+            let query: &[u64] = match c.heads / kv {
+                1 => &[kv, d],
+                groups => &[kv, groups, d],
+            };
+            for (ours, theirs, outs) in [
+                ("attn.q", "mixer.q_proj", query),
+                ("attn.k", "mixer.k_proj", &[kv, d][..]),
+                ("attn.v", "mixer.v_proj", &[kv, d][..]),
+            ] {
+                t.linear(at(ours, theirs), &[h], outs, false, normal);
+            }
+            t.linear(at("attn.out", "mixer.o_proj"), query, &[h], false, normal);
+        }
+        Mixer::Mlp => {
+            let inner = [c.intermediate];
+            t.linear(at("mlp.up", "mixer.up_proj"), &[h], &inner, false, normal);
+            t.linear(
+                at("mlp.down", "mixer.down_proj"),
+                &inner,
+                &[h],
+                false,
+                normal,
+            );
+        }
+        Mixer::Experts => {
+            if let Some(e) = &c.experts {
+                experts(t, (h, c.latent, normal), e, (layer, stored));
+            }
+        }
+    }
+}
+
+/// Adds the state space of a block, of a model as wide as `h`.
+fn state_space(
+    t: &mut Table,
+    (h, normal): (u64, Init),
+    s: &ScanConfig,
+    (layer, stored): (&str, &str),
+) {
     let at = |ours: &str, theirs: &str| {
         (
-            format!("h.{i}.mamba.{ours}"),
-            format!("layers.{i}.mixer.{theirs}"),
+            format!("{layer}.mamba.{ours}"),
+            format!("{stored}.mixer.{theirs}"),
         )
     };
     let (inner, shared) = (s.inner(), s.groups * s.state);
@@ -130,17 +158,17 @@ fn state_space(t: &mut Table, (h, normal): (u64, Init), s: &ScanConfig, i: usize
     t.linear(at("out", "out_proj"), &group, &[h], s.bias, normal);
 }
 
-/// Adds the router and the experts of layer `i`, of a model as wide as `h`.
+/// Adds the router and the experts of a block, of a model as wide as `h`.
 fn experts(
     t: &mut Table,
     (h, latent, normal): (u64, Option<u64>, Init),
     e: &ExpertsConfig,
-    i: usize,
+    (layer, stored): (&str, &str),
 ) {
     let at = |ours: &str, theirs: &str| {
         (
-            format!("h.{i}.moe.{ours}"),
-            format!("layers.{i}.mixer.{theirs}"),
+            format!("{layer}.moe.{ours}"),
+            format!("{stored}.mixer.{theirs}"),
         )
     };
     t.linear(at("router", "gate"), &[h], &[e.count], false, normal);

@@ -4,7 +4,7 @@
 //! tensors; [`Weights::param`] reads one tensor. Names are accepted with the model's prefix
 //! (`transformer.`, `model.`) or without, as transformers saves with and without the head. Buffers
 //! that old files carry (GPT-2's `attn.bias` masks, Llama's `rotary_emb.inv_freq`) are ignored, and
-//! so are DeepSeek-V3's layers behind the last, which predict further tokens. A tied model's
+//! so are layers that predict further tokens, where the configuration has none. A tied model's
 //! `lm_head.weight` is accepted if it equals the embedding.
 
 mod export;
@@ -110,7 +110,7 @@ impl Weights {
                 values = rows.take(&values, param.row_elements());
             }
             let ours = match param.transposed {
-                true => transpose(&values, param.hf_shape[1] as usize),
+                true => transpose(&values, param.row_elements()),
                 false => values,
             };
             if tensors.len() == 1 {
@@ -337,15 +337,22 @@ fn is_buffer(config: &ModelConfig, bare: &str) -> bool {
                 "self_attn.rotary_emb.inv_freq",
             ],
         ),
-        // What stands behind the last layer predicts further tokens.
+        // What stands behind the last layer predicts further tokens; where it is read, all but its
+        // copies of the embedding and the head.
         ModelConfig::Latent(c) => {
             let layer = bare.strip_prefix("layers.").and_then(|r| r.split_once('.'));
-            let number = layer.and_then(|(number, _)| number.parse::<u64>().ok());
-            c.version == Version::V3 && number.is_some_and(|n| n >= c.layers)
+            let behind =
+                |(number, _): &(&str, &str)| number.parse().is_ok_and(|n: u64| n >= c.layers);
+            let is_copy = |leaf| ["embed_tokens.weight", "shared_head.head.weight"].contains(&leaf);
+            let is_read = c.further.is_some();
+            c.version == Version::V3
+                && layer
+                    .filter(behind)
+                    .is_some_and(|(_, leaf)| !is_read || is_copy(leaf))
                 || layered("layers.", &["self_attn.rotary_emb.inv_freq"])
         }
         // What predicts further tokens.
-        ModelConfig::Hybrid(_) => bare.starts_with("mtp."),
+        ModelConfig::Hybrid(c) => c.further.is_none() && bare.starts_with("mtp."),
         ModelConfig::WideResnet(_) => false,
     }
 }

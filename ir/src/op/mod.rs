@@ -41,6 +41,7 @@ pub use order::{Run, SequenceOrder};
 pub use rule::{
     Assignment, AxisUse, DimFactor, Factor, FactorRole, OpStrategy, ShardingRule, StrategyError,
 };
+pub use source::MOST_FURTHER;
 pub use work::{MatmulShape, Work};
 
 use crate::sharding::ReduceKind;
@@ -98,6 +99,37 @@ pub enum InputKind {
     /// Synthetic images `f32[batch, height, width, channels]`: noise that each sample's first
     /// token names. A sample of an image model has one position, so its label is the next token.
     Images,
+    /// Token ids `[batch, sequence]`, of each position those `by` positions on: what a module for
+    /// multi-token prediction embeds. Together with the tokens a sample then has more of them than
+    /// `sequence + 1` ([`InputKind::shift`]).
+    FurtherTokens {
+        /// How far on, at least 1.
+        by: u32,
+    },
+    /// Next-token ids `[batch, sequence]`, of each position those `by` positions on.
+    FurtherLabels {
+        /// How far on, at least 1.
+        by: u32,
+    },
+}
+
+impl InputKind {
+    /// Returns which token of a sample comes first: `[.., i]` is the sample's token `i + shift`. An
+    /// image is named by the first.
+    pub fn shift(self) -> u64 {
+        match self {
+            InputKind::Tokens | InputKind::Images => 0,
+            InputKind::Labels => 1,
+            InputKind::FurtherTokens { by } => u64::from(by),
+            InputKind::FurtherLabels { by } => 1 + u64::from(by),
+        }
+    }
+    /// Returns how many tokens a sample has behind its last label, `sequence + 1 + further` in all, for
+    /// inputs of these kinds.
+    pub fn further(kinds: impl IntoIterator<Item = InputKind>) -> u64 {
+        let most = kinds.into_iter().map(InputKind::shift).max();
+        most.unwrap_or(0).saturating_sub(1)
+    }
 }
 
 /// Frequencies of a rotary embedding, as in Hugging Face `modeling_rope_utils`.

@@ -3,6 +3,9 @@
 use super::InputKind;
 use super::family::*;
 
+/// How far on an input may be; published models predict up to 4 tokens.
+pub const MOST_FURTHER: u32 = 64;
+
 pub(super) static FAMILY: Family = Family {
     infer,
     rule,
@@ -27,7 +30,12 @@ fn infer(cx: &Operands<'_>) -> Result<Vec<TensorType>, OpError> {
             )?;
             one(t.clone())
         }
-        OpKind::Input { .. } => {
+        OpKind::Input { kind } => {
+            if let InputKind::FurtherTokens { by } | InputKind::FurtherLabels { by } = kind {
+                cx.ensure((1..=MOST_FURTHER).contains(by), || {
+                    format!("is {by} positions further on, expected 1 to {MOST_FURTHER}")
+                })?;
+            }
             let t = cx
                 .declared
                 .ok_or_else(|| cx.err("needs a declared type".into()))?;

@@ -12,6 +12,8 @@
 //! a share of it on each rank. Tokens of experts are as many in either layout, so nothing is
 //! saved by sending them twice: they have one op for both directions, on their way to the
 //! experts (for the weights' gradients) and on their way back (for the gates').
+//! Parameters have none: their copies are made before the microbatches, where their layout is a choice
+//! of its own.
 //! Path: `layout.<first consumer>.<operand>`, so that equal layers have equal relative paths.
 
 use crate::{Graph, GraphError, LayerId, Op, OpId, OpKind, Origin, Pass, Place, Region, ValueId};
@@ -63,7 +65,9 @@ fn plan(graph: &Graph) -> Vec<Shared> {
         if op.region != Region::Microbatch {
             continue;
         }
-        for &v in uses(op) {
+        let is_made_here =
+            |v: &&ValueId| graph.op(graph.value(**v).producer).region == Region::Microbatch;
+        for &v in uses(op).iter().filter(is_made_here) {
             let sent = matches!(op.kind, OpKind::Combine | OpKind::GateGrad)
                 || matches!(
                     graph.op(graph.value(v).producer).kind,

@@ -69,7 +69,9 @@ impl Background {
         (plan, model): (&str, &str),
     ) -> Result<(), RuntimeError> {
         let error = |e: std::io::Error| problem(folder, format!("cannot write a checkpoint: {e}"));
-        let unfinished = Unfinished::folder(folder).map_err(error)?;
+        let unfinished = Unfinished::folder(folder).map_err(error).inspect_err(|e| {
+            make_room(folder, kept, &session.whole(), e);
+        })?;
         session.begin_shards(unfinished.path())?;
         self.0 = Stage::Writing(Box::new(Begun {
             folder: folder.to_path_buf(),

@@ -3,7 +3,9 @@
 //! and of all who write. Whoever goes on makes a checkpoint of it, if all have written and of one step.
 //! A process that has ended without such a note counts as lost with process 0.
 
-use super::{Origin, Rescued, Shard, Whole, commit_verified, problem, shares_of};
+use super::shard::name_of;
+use super::{Origin, Rescued, Shard, Unrescued, Whole};
+use super::{commit_verified, make_room, problem, shares_of};
 use crate::error::RuntimeError;
 use crate::files::Unfinished;
 use ir::Rank;
@@ -35,6 +37,10 @@ pub struct Leaving {
     pub plan_hash: String,
     /// The text of its forward graph.
     pub model: String,
+    /// The checkpoints that stay where the disk has no room.
+    pub kept: usize,
+    /// Says which ranks cannot leave their states, and why.
+    pub without: fn(&[Rank], &RuntimeError),
 }
 
 impl Note {
@@ -67,23 +73,49 @@ impl Leaving {
         shares_of(program, |r| !lost.contains(&r)).ok()
     }
 
+    /// Makes the folder in which files are left.
+    pub(crate) fn make_place(&self) -> Result<(), RuntimeError> {
+        let made = std::fs::create_dir_all(self.place());
+        made.map_err(|e| problem(&self.place(), format!("cannot make the folder: {e}")))
+    }
+
+    /// Has the checkpoints go that may where the disk has no room, and that was the reason. Others
+    /// may do so at the same time.
+    pub(crate) fn make_room(&self, why: &RuntimeError) {
+        make_room(&self.folder, self.kept, &Whole::default(), why);
+    }
+
+    /// Removes the files of a rank that could not write them whole.
+    pub(crate) fn take_back(&self, rank: Rank) {
+        let _ = std::fs::remove_file(self.place().join(name_of(rank.0)));
+        let _ = std::fs::remove_file(self.note_of(rank));
+    }
+
+    /// Says which ranks leave nothing, and why. The folder goes where others have left nothing.
+    pub(crate) fn give_up(&self, ranks: &[Rank], why: &RuntimeError) {
+        (self.without)(ranks, why);
+        let _ = std::fs::remove_dir(self.place());
+    }
+
     /// Notes what a rank wrote, and who else does.
     pub(crate) fn note(
         &self,
         origin: Origin,
         writers: BTreeSet<Rank>,
         (rank, shard): (Rank, Shard),
-    ) -> std::io::Result<()> {
+    ) -> Result<(), RuntimeError> {
+        let path = self.note_of(rank);
+        let error = |e: std::io::Error| problem(&path, format!("cannot write: {e}"));
         let note = Note {
             origin,
             writers,
             rank,
             shard,
         };
-        let text = serde_json::to_vec(&note)?;
-        let mut file = std::fs::File::create_new(self.note_of(rank))?;
-        file.write_all(&text)?;
-        file.sync_all()
+        let text = serde_json::to_vec(&note).map_err(|e| error(e.into()))?;
+        let mut file = std::fs::File::create_new(&path).map_err(error)?;
+        file.write_all(&text).map_err(error)?;
+        file.sync_all().map_err(error)
     }
 }
 
@@ -100,8 +132,8 @@ pub fn forget(folder: &Path) {
 /// Makes a checkpoint of what ranks of `run` left in a folder of checkpoints, of which the newest `kept`
 /// stay. What was left is gone then. Nothing where nothing was left.
 ///
-/// Fails with the reason in words where it is not the whole state of a step.
-pub fn salvage(folder: &Path, kept: usize, run: &str) -> Option<Result<Rescued, String>> {
+/// Fails with the reason where it is not the whole state of a step, or cannot be made one.
+pub fn salvage(folder: &Path, kept: usize, run: &str) -> Option<Result<Rescued, Unrescued>> {
     let place = folder.join(NAME);
     if !place.is_dir() {
         return None;
@@ -111,20 +143,21 @@ pub fn salvage(folder: &Path, kept: usize, run: &str) -> Option<Result<Rescued, 
     Some(made)
 }
 
-fn made_of(folder: &Path, place: &Path, kept: usize, run: &str) -> Result<Rescued, String> {
-    let read = |e: std::io::Error| format!("{}: {e}", place.display());
+fn made_of(folder: &Path, place: &Path, kept: usize, run: &str) -> Result<Rescued, Unrescued> {
+    let missing = |what: String| Unrescued::Missing(what);
+    let read = |e: std::io::Error| missing(format!("{}: {e}", place.display()));
     let mut notes: BTreeMap<Rank, Note> = BTreeMap::new();
     for entry in std::fs::read_dir(place).map_err(read)? {
         let path = entry.map_err(read)?.path();
         if path.extension().is_some_and(|e| e == "json") {
             let text = std::fs::read(&path).map_err(read)?;
-            let note: Note =
-                serde_json::from_slice(&text).map_err(|e| format!("{}: {e}", path.display()))?;
+            let note: Note = serde_json::from_slice(&text)
+                .map_err(|e| missing(format!("{}: {e}", path.display())))?;
             notes.insert(note.rank, note);
         }
     }
     let Some(first) = notes.values().next() else {
-        return Err("no rank had written its part when it ended".into());
+        return Err(missing("no rank had written its part when it ended".into()));
     };
     // Who saw others lost may have had more of them than who saw fewer: one of these sets is enough.
     let has_all = |of: &Note| {
@@ -132,17 +165,17 @@ fn made_of(folder: &Path, place: &Path, kept: usize, run: &str) -> Result<Rescue
         of.writers.iter().all(note)
     };
     let Some(whole) = notes.values().find(|note| has_all(note)) else {
-        let missing = first.writers.iter().find(|r| !notes.contains_key(r));
-        return Err(match missing {
-            Some(missing) => format!("{missing} had not written its part when it ended"),
+        let absent = first.writers.iter().find(|r| !notes.contains_key(r));
+        return Err(missing(match absent {
+            Some(absent) => format!("{absent} had not written its part when it ended"),
             None => "the ranks that were left were not at one step".into(),
-        });
+        }));
     };
     let (origin, writers) = (whole.origin.clone(), whole.writers.clone());
     notes.retain(|rank, _| writers.contains(rank));
-    let words = |e: RuntimeError| e.to_string();
-    let error =
-        |e: std::io::Error| words(problem(folder, format!("cannot write a checkpoint: {e}")));
+    let error = |e: std::io::Error| {
+        Unrescued::Unwritten(problem(folder, format!("cannot write a checkpoint: {e}")))
+    };
     let unfinished = Unfinished::folder(folder).map_err(error)?;
     let mut shards = Vec::new();
     for note in notes.into_values() {
@@ -150,13 +183,11 @@ fn made_of(folder: &Path, place: &Path, kept: usize, run: &str) -> Result<Rescue
         std::fs::rename(place.join(name), unfinished.path().join(name)).map_err(error)?;
         shards.push(note.shard);
     }
+    // The notes are of no more use, and the manifest may need their room.
+    let _ = std::fs::remove_dir_all(place);
     let run = Some(run.into());
     let origin = Origin { run, ..origin };
-    commit_verified(
-        folder,
-        (kept, &Whole::default()),
-        &unfinished,
-        origin,
-        shards,
-    )
+    let keeping = (kept, &Whole::default());
+    let made = commit_verified(folder, keeping, &unfinished, origin, shards);
+    made.map_err(Unrescued::Unwritten)
 }

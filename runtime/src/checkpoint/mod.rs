@@ -160,42 +160,74 @@ pub struct Rescued {
     pub path: PathBuf,
 }
 
+/// The reason why there is no checkpoint of what the ranks that are left hold in memory.
+#[derive(Debug)]
+pub enum Unrescued {
+    /// They do not have all states, of one step: why, in words.
+    Missing(String),
+    /// They have, and these could not be written.
+    Unwritten(RuntimeError),
+}
+
 /// Writes a checkpoint of a run that has failed as ranks were lost, where those that are left have
-/// all states, of one step. As with any checkpoint each rank reads again what it has written.
+/// all states, of one step. As with any checkpoint each rank reads again what it has written, and
+/// the older ones go first where the disk has no room for it.
 ///
-/// Fails with the reason in words: then everything is as before.
+/// Fails with the reason: then everything is as before, but for those.
 pub fn rescue(
     kept: usize,
     folder: &Path,
     session: &mut Session,
+    of: (&str, &str),
+) -> Result<Rescued, Unrescued> {
+    match rescue_once(kept, folder, session, of) {
+        Err(Unrescued::Unwritten(e)) if make_room(folder, kept, &session.whole(), &e) => {
+            rescue_once(kept, folder, session, of)
+        }
+        rescued => rescued,
+    }
+}
+
+fn rescue_once(
+    kept: usize,
+    folder: &Path,
+    session: &mut Session,
     (plan, model): (&str, &str),
-) -> Result<Rescued, String> {
+) -> Result<Rescued, Unrescued> {
     let error = |e: std::io::Error| problem(folder, format!("cannot write a checkpoint: {e}"));
-    let left = session.left()?;
-    let unfinished = Unfinished::folder(folder).map_err(|e| error(e).to_string())?;
+    let left = session.left().map_err(Unrescued::Missing)?;
+    let unfinished = Unfinished::folder(folder).map_err(error);
+    let unfinished = unfinished.map_err(Unrescued::Unwritten)?;
     let step = left.step;
     let shards = session.write_left(left, unfinished.path())?;
     session.set_step_number(step);
     let origin = Origin::of(session, plan, model);
     let keeping = (kept, &session.whole());
-    let path = commit(folder, keeping, &unfinished, origin, shards).map_err(|e| e.to_string())?;
+    let path = commit(folder, keeping, &unfinished, origin, shards);
+    let path = path.map_err(Unrescued::Unwritten)?;
     Ok(Rescued { step, path })
 }
 
 /// Makes a checkpoint of files as [`commit`] does, and reads it again to see that it is whole: no
-/// older one goes before that is known.
+/// older one goes before that is known, unless the disk has no room for the manifest.
 ///
-/// Fails with the reason in words: then everything is as before.
+/// Fails with the first problem: then everything is as before, but for these.
 fn commit_verified(
     folder: &Path,
     (kept, whole): (usize, &Whole),
     unfinished: &Unfinished,
     origin: Origin,
     shards: Vec<Shard>,
-) -> Result<Rescued, String> {
+) -> Result<Rescued, RuntimeError> {
     let step = origin.step;
-    let all = (usize::MAX, &Whole::default());
-    let path = commit(folder, all, unfinished, origin, shards).map_err(|e| e.to_string())?;
+    let once = || {
+        let all = (usize::MAX, &Whole::default());
+        commit(folder, all, unfinished, origin.clone(), shards.clone())
+    };
+    let path = match once() {
+        Err(e) if make_room(folder, kept, whole, &e) => once()?,
+        committed => committed?,
+    };
     match verify(&path) {
         Ok(_) => {
             whole.add(&path);
@@ -204,7 +236,8 @@ fn commit_verified(
         }
         Err(problems) => {
             remove(folder, &path);
-            Err(problems.first().map_or(String::new(), ToString::to_string))
+            let first = problems.into_iter().next();
+            Err(first.unwrap_or_else(|| problem(&path, "it is not as it was written".into())))
         }
     }
 }

@@ -4,6 +4,8 @@ use super::numbered;
 use crate::error::RuntimeError;
 use crate::files::Unfinished;
 use std::collections::BTreeMap;
+use std::fs::Metadata;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -95,16 +97,19 @@ pub(super) fn make_room(folder: &Path, kept: usize, whole: &Whole, error: &Runti
     numbered(folder).len() < before.len()
 }
 
-/// Bytes of the files of a checkpoint.
+/// Bytes that the files of a checkpoint take on the disk, which gives them whole blocks.
 fn bytes_of(path: &Path) -> u64 {
     let files = std::fs::read_dir(path).into_iter().flatten().flatten();
-    let sizes = files.filter_map(|file| Some(file.metadata().ok()?.len()));
+    let taken = |m: Metadata| m.len().max(BLOCK.saturating_mul(m.blocks()));
+    let sizes = files.filter_map(|file| file.metadata().ok().map(taken));
     sizes.sum()
 }
+
+/// The unit of the system's count of blocks, whatever those of the file system are.
+const BLOCK: u64 = 512;
 
 /// Has a checkpoint go. One that cannot be removed is in nobody's way. It goes under another name,
 /// so that there never is a part of it under its own.
 pub(super) fn remove(folder: &Path, old: &Path) {
-    let _ =
-        Unfinished::folder(folder).and_then(|grave| std::fs::rename(old, grave.path().join("old")));
+    drop(Unfinished::taken(folder, old));
 }

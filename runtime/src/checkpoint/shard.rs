@@ -24,7 +24,7 @@ const LONGEST_HEADER: u64 = 100_000_000;
 const AT_ONCE: usize = 1 << 16;
 
 /// A file that a rank wrote.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Shard {
     /// Its name.
     pub file: String,
@@ -35,7 +35,7 @@ pub(crate) struct Shard {
 }
 
 /// A part of a state in a file.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Written {
     pub path: String,
     /// Global lengths.
@@ -55,7 +55,7 @@ pub(crate) fn write<'a>(
     parts: &[(String, Local)],
     read: &dyn Fn(usize) -> Result<View<'a>, RuntimeError>,
 ) -> Result<Shard, RuntimeError> {
-    let name = format!("rank-{}.safetensors", rank.0);
+    let name = name_of(rank.0);
     let path = folder.join(&name);
     let error = |e: io::Error| problem(&path, format!("cannot write: {e}"));
     let mut out = Hashing::create(&path).map_err(error)?;
@@ -107,7 +107,7 @@ pub(super) fn copy<R: Read>(
     parts: Vec<Written>,
     open: &dyn Fn(usize) -> Result<R, RuntimeError>,
 ) -> Result<Shard, RuntimeError> {
-    let name = format!("rank-{number}.safetensors");
+    let name = name_of(number);
     let path = folder.join(&name);
     let error = |e: io::Error| problem(&path, format!("cannot write: {e}"));
     let mut out = Hashing::create(&path).map_err(error)?;
@@ -144,6 +144,11 @@ pub(super) fn copy<R: Read>(
         blake3,
         parts,
     })
+}
+
+/// The name of the file of a rank, or of the one of this number.
+pub(super) fn name_of(number: impl std::fmt::Display) -> String {
+    format!("rank-{number}.safetensors")
 }
 
 /// Length and JSON of a safetensors header, padded with spaces to 8 bytes.

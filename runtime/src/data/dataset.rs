@@ -6,9 +6,10 @@
 //!   window i of a split, sequence length s:  tokens  i*s ..= i*s + s   of the split
 //! ```
 //!
-//! A window has `s + 1` tokens: inputs are the first `s`, targets the last `s`. Inputs of
+//! A window has `s + 1` tokens: inputs are the first `s`, targets the last `s`. Where a model predicts
+//! further tokens (multi-token prediction), it has `s + 1 + f`, those that follow. Inputs of
 //! different windows do not overlap, and no window crosses the line between the splits. A
-//! split of `n` tokens has `(n - 1) / s` windows; up to `s - 1` tokens at its end are not used.
+//! split of `n` tokens has `(n - 1 - f) / s` windows; up to `s - 1` tokens at its end are not used.
 
 use super::error::DataError;
 use super::format::DataFormat;
@@ -31,6 +32,8 @@ pub struct DataOptions {
     pub vocab: u32,
     /// The last this-much of the tokens is for validation; in `[0, 1)`.
     pub validation_fraction: f64,
+    /// The tokens that a window has behind its last target.
+    pub further: u64,
 }
 
 /// A part of a file.
@@ -58,6 +61,7 @@ pub struct Dataset {
     source: TokenSource,
     n_train: u64,
     tokenizer: Option<PathBuf>,
+    further: u64,
     seen: OnceLock<Option<Seen>>,
 }
 
@@ -83,6 +87,7 @@ impl Dataset {
             source,
             n_train,
             tokenizer: options.tokenizer.clone(),
+            further: options.further,
             seen: OnceLock::new(),
         })
     }
@@ -97,29 +102,33 @@ impl Dataset {
 
     /// Windows of sequence length `seq` in `split`, at least 1.
     ///
-    /// Fails if `seq` is 0 or the split has fewer than `seq + 1` tokens.
+    /// Fails if `seq` is 0 or the split has fewer tokens than a window.
     pub fn n_windows(&self, split: Split, seq: usize) -> Result<u64, DataError> {
         if seq == 0 {
             return Err(DataError::Zero("the sequence length"));
         }
         let tokens = self.n_tokens(split);
-        match tokens.saturating_sub(1) / seq as u64 {
+        let behind = self.further.saturating_add(1);
+        match tokens.saturating_sub(behind) / seq as u64 {
             0 => Err(DataError::TooShort {
                 path: self.source.path.clone(),
                 split,
                 tokens,
                 seq,
+                behind,
             }),
             windows => Ok(windows),
         }
     }
 
-    /// The `seq + 1` tokens of window `index` of `split`: inputs `[..seq]`, targets `[1..]`.
+    /// The tokens of window `index` of `split`: inputs `[..seq]`, targets `[1..=seq]`, and the further
+    /// ones.
     ///
     /// Fails as [`Dataset::read`] does.
     pub fn sample(&self, split: Split, index: u64, seq: usize) -> Result<Vec<u32>, DataError> {
         self.n_windows(split, seq)?;
-        let mut tokens = vec![0; seq + 1];
+        // There is such a window, in memory or a file.
+        let mut tokens = vec![0; seq + 1 + self.further as usize];
         self.read(split, index, seq, 0, &mut tokens)?;
         Ok(tokens)
     }
@@ -138,7 +147,7 @@ impl Dataset {
     ) -> Result<(), DataError> {
         let windows = self.n_windows(split, seq)?;
         let end = from.checked_add(out.len() as u64);
-        if index >= windows || end.is_none_or(|end| end > seq as u64 + 1) {
+        if index >= windows || end.is_none_or(|end| end > seq as u64 + 1 + self.further) {
             let path = self.source.path.clone();
             return Err(DataError::NoSuchWindow {
                 path,
@@ -147,7 +156,7 @@ impl Dataset {
                 windows,
             });
         }
-        // Below the number of tokens, as index < windows; and so is seq + 1.
+        // Below the number of tokens, as index < windows; and so is the length of a window.
         let start = self.start(split) + index * seq as u64;
         self.source.read(start + from, out)
     }

@@ -65,7 +65,7 @@ pub enum DataError {
         vocab: u32,
     },
     /// A split has fewer tokens than one window.
-    #[error("{}: the {split} split has {tokens} tokens; one window of sequence length {seq} needs {seq} + 1", path.display())]
+    #[error("{}: the {split} split has {tokens} tokens; one window of sequence length {seq} needs {seq} + {behind}", path.display())]
     TooShort {
         /// The file.
         path: PathBuf,
@@ -75,6 +75,8 @@ pub enum DataError {
         tokens: u64,
         /// Sequence length asked for.
         seq: usize,
+        /// Tokens behind the inputs of a window: the last target, and further ones.
+        behind: u64,
     },
     /// There is no such window.
     #[error("{}: window {index} asked for; the {split} split has {windows}", path.display())]

@@ -1,7 +1,7 @@
 //! Training data: files of tokens as a list of fixed-length windows in a fixed random order.
 //!
 //! ```text
-//!   path ──> TokenSource ──> Dataset ──> sample(split, index, seq): seq + 1 tokens
+//!   path ──> TokenSource ──> Dataset ──> sample(split, index, seq): seq + 1 tokens or more
 //!            (format)        (splits,         ▲
 //!                             windows)        │ index
 //!                            Order ───────────┘ (seed; step, position in the global batch)

@@ -23,6 +23,7 @@ fn files(name: &'static str, bytes: &[u8]) -> Files {
         tokenizer: None,
         vocab: 50_257,
         validation_fraction: 0.0,
+        further: 0,
     };
     Files { dir, name, options }
 }
@@ -400,6 +401,7 @@ fn batches_are_functions_of_step_and_position() {
         tokenizer: None,
         vocab: 256,
         validation_fraction: 0.1,
+        further: 0,
     };
     let data = Dataset::open(&path, &options).unwrap();
     let seq = 64;

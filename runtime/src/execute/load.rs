@@ -17,9 +17,14 @@ pub(crate) fn load(
     out: &mut [u8],
 ) -> Result<(), RuntimeError> {
     match kind {
-        InputKind::Tokens => load_tokens(0, local, first, read, bytemuck::cast_slice_mut(out)),
-        InputKind::Labels => load_tokens(1, local, first, read, bytemuck::cast_slice_mut(out)),
         InputKind::Images => load_images(local, first, read, bytemuck::cast_slice_mut(out)),
+        InputKind::Tokens
+        | InputKind::Labels
+        | InputKind::FurtherTokens { .. }
+        | InputKind::FurtherLabels { .. } => {
+            let out = bytemuck::cast_slice_mut(out);
+            load_tokens(kind.shift(), local, first, read, out)
+        }
     }
 }
 
@@ -119,7 +124,12 @@ mod tests {
             lens: vec![3, 11],
             ranges: vec![range(2, 1, 2), range(8, 3, 4)],
         };
-        for (kind, shift) in [(InputKind::Tokens, 0), (InputKind::Labels, 1)] {
+        for (kind, shift) in [
+            (InputKind::Tokens, 0),
+            (InputKind::Labels, 1),
+            (InputKind::FurtherTokens { by: 1 }, 1),
+            (InputKind::FurtherLabels { by: 2 }, 3),
+        ] {
             let (mut asked, mut out) = (Vec::new(), [7i32; 8]);
             let mut read = |sample, from, out: &mut [u32]| {
                 asked.push((sample, from, out.len()));

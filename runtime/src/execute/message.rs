@@ -60,7 +60,7 @@ pub(crate) struct Play {
 pub(crate) enum Samples {
     /// The run's data.
     Of(Batch),
-    /// These, `sequence + 1` tokens each.
+    /// These, `sequence + 1` tokens each and those further ones that the program loads.
     Given(Arc<Vec<Vec<u32>>>),
 }
 

@@ -590,7 +590,8 @@ impl Session {
         Ok(result)
     }
 
-    /// The same on a global batch: `sequence + 1` tokens per sample.
+    /// The same on a global batch: `sequence + 1` tokens per sample, and those further ones that the
+    /// program loads ([`Program::further`]).
     pub fn step(
         &mut self,
         batch: &[Vec<u32>],
@@ -615,7 +616,7 @@ impl Session {
     }
 
     fn given(&self, batch: &[Vec<u32>]) -> Result<Samples, RuntimeError> {
-        check_batch(batch, &self.spec)?;
+        check_batch(batch, &self.spec, self.program.further())?;
         Ok(Samples::Given(Arc::new(batch.to_vec())))
     }
 
@@ -1118,8 +1119,12 @@ fn workers(
     Ok(workers)
 }
 
-/// The batch has the spec's shape.
-pub(crate) fn check_batch(batch: &[Vec<u32>], spec: &TrainSpec) -> Result<(), RuntimeError> {
+/// The batch has the spec's shape, with `further` tokens behind the last label of a sample.
+pub(crate) fn check_batch(
+    batch: &[Vec<u32>],
+    spec: &TrainSpec,
+    further: u64,
+) -> Result<(), RuntimeError> {
     if batch.len() as u64 != spec.global_batch {
         return Err(RuntimeError::Batch(format!(
             "{} samples, expected {}",
@@ -1127,9 +1132,11 @@ pub(crate) fn check_batch(batch: &[Vec<u32>], spec: &TrainSpec) -> Result<(), Ru
             spec.global_batch
         )));
     }
-    match batch.iter().find(|s| s.len() as u64 != spec.sequence + 1) {
+    let further = 1 + further;
+    let wanted = spec.sequence.saturating_add(further);
+    match batch.iter().find(|s| s.len() as u64 != wanted) {
         Some(s) => Err(RuntimeError::Batch(format!(
-            "a sample of {} tokens, expected {} + 1",
+            "a sample of {} tokens, expected {} + {further}",
             s.len(),
             spec.sequence
         ))),

@@ -3,12 +3,13 @@
 //! more than the system buffers do not wait for each other.
 
 use super::frame::{self, Head, Letter, Reason};
+use super::processors;
 use super::rendezvous::{Place, Who};
 use crate::error::RuntimeError;
 use crate::execute::message::{Answer, Request};
 use crate::fabric::threads::{Carrier, World};
 use ir::Rank;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, BufReader, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -266,9 +267,14 @@ impl Processes {
     }
     /// Number of hosts.
     pub fn n_hosts(&self) -> usize {
-        let hosts: std::collections::BTreeSet<&str> =
-            self.all.iter().map(|w| w.host.as_str()).collect();
+        let hosts: BTreeSet<&str> = self.all.iter().map(|w| w.host.as_str()).collect();
         hosts.len()
+    }
+    /// Processors of this host that its processes of the run may use, together.
+    pub fn n_processors(&self) -> usize {
+        let here = &self.all[self.place.index].host;
+        let here = self.all.iter().filter(|w| w.host == *here);
+        processors::of_all(here.map(|w| w.pid))
     }
     /// Says that it will be noted how processes end.
     pub fn are_watched(&self) {

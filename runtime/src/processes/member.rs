@@ -157,8 +157,8 @@ pub fn serve(
 }
 
 /// Has this process' ranks write their share of the states, where those that are left without the
-/// lost ones have all of them. What is not whole is found by who goes on, so nothing is said of
-/// failures.
+/// lost ones have all of them. Where that fails it is tried once more, as the disk may have room by
+/// then. What is not whole is found by who goes on.
 fn leave(
     leaves: &Leaving,
     program: &Program,
@@ -166,7 +166,7 @@ fn leave(
     (crew, answers): (&Crew, &Receiver<(Rank, Reply)>),
     (origin, patience): (&dyn Fn(u64) -> Origin, Duration),
 ) {
-    let Some(mut shares) = Leaving::shares(program, lost) else {
+    let Some(shares) = Leaving::shares(program, lost) else {
         return;
     };
     let writers: BTreeSet<Rank> = shares.keys().copied().collect();
@@ -188,22 +188,39 @@ fn leave(
             Ok(_) => {}
         }
     }
-    if std::fs::create_dir_all(leaves.place()).is_err() {
-        return;
-    }
-    for &rank in &ranks {
-        let states = shares.remove(&rank).unwrap_or_default();
-        crew.tell(rank, Request::Save(leaves.place(), states));
-    }
-    let until = Instant::now() + patience;
-    for _ in 0..ranks.len() {
-        match answers.recv_timeout(until.saturating_duration_since(Instant::now())) {
-            Ok((rank, Reply::Shard(Ok(shard)))) => {
-                let step = steps.get(&rank).copied().unwrap_or(0);
-                let _ = leaves.note(origin(step), writers.clone(), (rank, shard));
-            }
-            Ok(_) => {}
-            Err(_) => return,
+    // Those that have left nothing yet, and why the first of them has not.
+    let try_all = |ranks: &[Rank]| -> Option<(Vec<Rank>, RuntimeError)> {
+        if let Err(e) = leaves.make_place() {
+            return Some((ranks.to_vec(), e));
         }
+        for rank in ranks {
+            let states = shares.get(rank).cloned().unwrap_or_default();
+            crew.tell(*rank, Request::Save(leaves.place(), states));
+        }
+        let until = Instant::now() + patience;
+        let mut failed: Option<(Vec<Rank>, RuntimeError)> = None;
+        for _ in ranks {
+            let heard = answers.recv_timeout(until.saturating_duration_since(Instant::now()));
+            let Ok((rank, reply)) = heard else {
+                return None;
+            };
+            let Reply::Shard(shard) = reply else {
+                continue;
+            };
+            let step = steps.get(&rank).copied().unwrap_or(0);
+            let note = |shard| leaves.note(origin(step), writers.clone(), (rank, shard));
+            if let Err(e) = shard.and_then(note) {
+                leaves.take_back(rank);
+                failed.get_or_insert((Vec::new(), e)).0.push(rank);
+            }
+        }
+        failed
+    };
+    let Some((failed, why)) = try_all(&ranks) else {
+        return;
+    };
+    leaves.make_room(&why);
+    if let Some((failed, why)) = try_all(&failed) {
+        leaves.give_up(&failed, &why);
     }
 }

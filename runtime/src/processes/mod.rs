@@ -14,6 +14,7 @@
 //!   that a process of this host has ended.
 //! * [`member`] is a process without the coordinator: it does what that one asks of its ranks.
 //! * [`pulse`] lets these hear that the coordinator goes on.
+//! * [`processors`] counts those that the processes of a host may use.
 //!
 //! The ranks meet in [`fabric::threads`](crate::fabric::threads), as those of one process do: what
 //! a rank brings to a meeting is sent to the processes whose ranks need it, and only the bytes that
@@ -30,6 +31,7 @@ mod member;
 mod mpi;
 #[cfg(all(target_os = "linux", any(test, feature = "mpi")))]
 mod neighbours;
+mod processors;
 mod pulse;
 mod rendezvous;
 #[doc(hidden)]

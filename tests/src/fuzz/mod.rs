@@ -463,6 +463,7 @@ fn data(path: PathBuf, tokenizer: Option<PathBuf>) -> Depth {
         tokenizer,
         vocab: 256,
         validation_fraction: 0.2,
+        further: 0,
     };
     let Ok(dataset) = Dataset::open(&path, &options) else {
         return 0;

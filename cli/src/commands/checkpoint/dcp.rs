@@ -3,6 +3,7 @@
 use super::{is_of, newest, values};
 use crate::args::{ConvertArgs, FormArg};
 use crate::failure::{Exit, Failure};
+use crate::interrupt::Interrupts;
 use crate::{model, outputs, plan_file, report};
 use ir::counted;
 use runtime::RuntimeError;
@@ -17,7 +18,7 @@ use std::path::Path;
 const SHOWN: usize = 5;
 
 /// Writes the newest checkpoint that is whole.
-pub fn export(args: &ConvertArgs) -> Result<(), Failure> {
+pub fn export(args: &ConvertArgs, interrupts: &Interrupts) -> Result<(), Failure> {
     let folder = &args.output;
     let shown = folder.display();
     let usage = |what: String| {
@@ -31,7 +32,10 @@ pub fn export(args: &ConvertArgs) -> Result<(), Failure> {
     match std::fs::read_dir(folder).map(|mut d| d.next().is_some()) {
         Ok(true) => return usage(format!("{shown}: there is something in it")),
         Err(_) if folder.exists() => return usage(format!("{shown}: is no folder")),
-        _ => outputs::check_folder(files::parent(folder))?,
+        _ => {
+            let beside = files::parent(folder);
+            interrupts.makes(beside, || outputs::check_folder(beside))?;
+        }
     }
     let from = newest(&args.path)?;
     let n_states = match &args.config {
@@ -93,7 +97,7 @@ fn between(output: &Path) -> Result<Unfinished, Failure> {
 
 /// Writes the weights of a checkpoint of PyTorch, which are called as transformers call them, as
 /// transformers load them.
-pub fn weights(args: &ConvertArgs) -> Result<(), Failure> {
+pub fn weights(args: &ConvertArgs, interrupts: &Interrupts) -> Result<(), Failure> {
     let shown = args.path.display();
     let Some(model) = args
         .config
@@ -109,7 +113,7 @@ pub fn weights(args: &ConvertArgs) -> Result<(), Failure> {
         return Err(Failure::new(Exit::Usage, what).help(help));
     }
     let config = model::load_config(model)?;
-    let source = Source::open(&args.path).map_err(unread)?;
+    let source = Source::open(&args.path).map_err(unread_weights)?;
     let params = config.params();
     let wanted: BTreeMap<String, Vec<u64>> = params
         .iter()
@@ -119,8 +123,8 @@ pub fn weights(args: &ConvertArgs) -> Result<(), Failure> {
                 .map(|name| (name, p.hf_shape.clone()))
         })
         .collect();
-    let [weights, copy] = super::weights_in(args, model, &args.path)?;
-    let step = source.step().map_err(unread)?.unwrap_or(0);
+    let [weights, copy] = super::weights_in((args, interrupts), model, &args.path)?;
+    let step = source.step().map_err(unread_weights)?.unwrap_or(0);
     let origin = Origin {
         plan_hash: String::new(),
         model: String::new(),
@@ -135,7 +139,7 @@ pub fn weights(args: &ConvertArgs) -> Result<(), Failure> {
     let folder = between(&weights)?;
     let imported = source
         .import(&wanted, origin, folder.path())
-        .map_err(unread)?;
+        .map_err(unread_weights)?;
     let found = newest(&imported.path)?;
     outputs::write_with(&weights, |out| {
         let failed = |e: std::io::Error| {
@@ -203,8 +207,13 @@ fn unread(e: RuntimeError) -> Failure {
     Failure::from(e).help("it has to be as torch.distributed.checkpoint.save writes it: all states in f32, under the names and with the lengths that `meshwright checkpoint inspect --verbose` lists")
 }
 
+/// The same where its weights are wanted, which have other names.
+fn unread_weights(e: RuntimeError) -> Failure {
+    Failure::from(e).help("with --config all tensors have to be in f32 and to have transformers' names, perhaps behind one prefix; where they have Meshwright's own, give --plan PLAN in place of --config")
+}
+
 /// Makes a checkpoint of one that PyTorch wrote.
-pub fn import(args: &ConvertArgs) -> Result<(), Failure> {
+pub fn import(args: &ConvertArgs, interrupts: &Interrupts) -> Result<(), Failure> {
     let shown = args.path.display();
     let Some(plan) = &args.plan else {
         let what = format!("{shown} is a checkpoint of PyTorch, and does not say of which plan");
@@ -236,7 +245,7 @@ pub fn import(args: &ConvertArgs) -> Result<(), Failure> {
     let wanted: BTreeMap<String, Vec<u64>> = states
         .map(|(s, b)| (s.path.clone(), b.lens.clone()))
         .collect();
-    outputs::check_folder(&args.output)?;
+    interrupts.makes(&args.output, || outputs::check_folder(&args.output))?;
     let origin = Origin {
         plan_hash: loaded.hash.clone(),
         model: loaded.plan.graph.clone(),
@@ -249,15 +258,8 @@ pub fn import(args: &ConvertArgs) -> Result<(), Failure> {
         data: None,
         run: None,
     };
-    let is_new = !args.output.exists();
     let imported = source.import(&wanted, origin, &args.output);
-    let imported = imported.map_err(|e| {
-        // A command that fails leaves nothing; what is in the folder keeps it.
-        if is_new {
-            let _ = std::fs::remove_dir(&args.output);
-        }
-        unread(e)
-    })?;
+    let imported = imported.map_err(unread)?;
     if args.json {
         return report::print_json(&json!({
             "from": args.path,

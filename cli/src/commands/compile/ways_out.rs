@@ -327,7 +327,7 @@ impl Asked<'_> {
                     train.sequence = *n;
                     let model = model::load(self.model).ok()?;
                     let model = model.with_expert_capacity(self.expert_capacity).ok()?;
-                    forward = Some(model.graph(*n, train.dropout).ok()?);
+                    forward = Some(model.graph(*n, train.dropout, train.task).ok()?);
                 }
             }
         }

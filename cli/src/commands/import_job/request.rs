@@ -164,7 +164,7 @@ pub fn request(args: &ImportJobArgs, job: &Job) -> Result<Request, Failure> {
             },
         );
     }
-    let forward = model.graph(sequence, train.dropout)?;
+    let forward = model.graph(sequence, train.dropout, train.task)?;
     let train = TrainSpec {
         dropout: model::dropout(&forward),
         ..train

@@ -508,7 +508,10 @@ impl From<JoinError> for Failure {
                 "give --bind an address of the host of process 0; `ip address` lists them"
             }
             Listen { .. } => "choose another port, or end what listens there",
-            Unreachable { .. } | Missing { .. } => {
+            Unreachable { .. } => {
+                "see the messages of process 0, and that no two processes have one number (RANK); slow hosts have longer with --time-out SECONDS"
+            }
+            Missing { .. } => {
                 "see the messages of the processes that are missing; slow hosts have longer with --time-out SECONDS"
             }
             Token { .. } => "give every process the same --token-file",

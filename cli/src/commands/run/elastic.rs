@@ -16,7 +16,7 @@ use crate::plan_file::Loaded;
 use crate::report::degrees::Degrees;
 use crate::{document, files, outputs, report};
 use ir::counted;
-use runtime::checkpoint::Rescued;
+use runtime::checkpoint::{Rescued, Unrescued};
 use runtime::record;
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
@@ -103,6 +103,8 @@ pub fn check(args: &RunArgs, loaded: &Loaded) -> Result<(), Failure> {
 pub struct SoFar {
     /// The step at which it began.
     pub first: u64,
+    /// The checkpoint that it goes on from.
+    pub resumed: Option<PathBuf>,
     /// The steps that are known to be done, by this part and those before it.
     pub done: u64,
     /// The number of the newest checkpoint that was in its folder before.
@@ -111,7 +113,7 @@ pub struct SoFar {
     /// folder is not what goes on.
     pub written: Vec<(PathBuf, u64)>,
     /// The checkpoint of what the ranks that are left had in memory, or why there is none.
-    pub rescued: Option<Result<Rescued, String>>,
+    pub rescued: Option<Result<Rescued, Unrescued>>,
     /// Whether somebody has asked the run to end.
     pub is_asked_to_end: Arc<AtomicBool>,
 }
@@ -123,6 +125,7 @@ impl SoFar {
         let before = folder.and_then(|f| Some(runtime::checkpoint::numbered(f).last()?.0));
         SoFar {
             first,
+            resumed: None,
             done: first,
             before,
             written: Vec::new(),
@@ -150,7 +153,7 @@ impl SoFar {
         own.find_map(|(_, path)| runtime::checkpoint::summary(&path).ok())
             .map(|of| of.origin.step)
     }
-    /// The newest checkpoint and what it does not have, in words, where the last one could not be
+    /// The newest checkpoint and what it does not have, in words, where no later one could be
     /// written to this folder.
     pub fn without_last(&self, folder: &Path) -> String {
         let lost = |step: u64| match self.done.saturating_sub(step) {
@@ -158,7 +161,11 @@ impl SoFar {
             1 => "the step after it is lost".to_string(),
             n => format!("the {n} steps after it are lost"),
         };
-        match newest_whole(self.written.clone()).0 {
+        let resumed = self.resumed.iter().map(|path| (path.clone(), self.first));
+        let rescued = self.rescued.iter().flatten();
+        let rescued = rescued.map(|r| (r.path.clone(), r.step));
+        let all = resumed.chain(self.written.iter().cloned()).chain(rescued);
+        match newest_whole(all.collect()).0 {
             Some((path, step)) => format!(
                 "the newest whole checkpoint is {}, of step {step}: {}",
                 path.display(),
@@ -180,20 +187,20 @@ impl SoFar {
     /// The checkpoint to go on from and its step, and where its states are from, in words.
     ///
     /// Fails where it wrote some, and none of them is whole.
-    fn source(self, args: &RunArgs) -> Result<(Option<PathBuf>, u64, String), Failure> {
-        let reason = match self.rescued {
+    fn source(&self, args: &RunArgs) -> Result<(Option<PathBuf>, u64, String), Failure> {
+        let reason = match &self.rescued {
             Some(Ok(Rescued { step, path })) => {
                 let words = format!(
                     "The ranks that are left had all states in memory: no step is lost ({}).",
                     path.display()
                 );
-                return Ok((Some(path), step, words));
+                return Ok((Some(path.clone()), *step, words));
             }
-            Some(Err(reason)) => format!(", as {reason}"),
-            None => String::new(),
+            Some(Err(reason)) => unrescued(reason),
+            None => "do not have all states in memory".into(),
         };
-        let not = format!("The ranks that are left do not have all states in memory{reason}");
-        let (newest, damaged) = newest_whole(self.written);
+        let not = format!("The ranks that are left {reason}");
+        let (newest, damaged) = newest_whole(self.written.clone());
         let whole = if damaged.is_empty() {
             ""
         } else {
@@ -233,6 +240,16 @@ impl SoFar {
     }
 }
 
+/// The reason why nothing of what ranks have in memory is gone on from, in words that follow them.
+pub fn unrescued(reason: &Unrescued) -> String {
+    match reason {
+        Unrescued::Missing(why) => format!("do not have all states in memory, as {why}"),
+        Unrescued::Unwritten(e) => {
+            format!("have all states in memory, but these cannot be written: {e}")
+        }
+    }
+}
+
 /// The failure of an elastic run all of whose checkpoints are damaged: to begin again would have them
 /// go in time, with what is still good in them.
 pub fn none_whole(why: &str, damaged: &[String]) -> Failure {
@@ -244,6 +261,15 @@ pub fn none_whole(why: &str, damaged: &[String]) -> Failure {
         "put a whole copy of one of them in its place, and give the same command again; to begin again instead, move all of them to another folder first",
     )
 }
+
+/// The failure of an elastic run that cannot write what it goes on with, and how it stands, in words.
+pub fn without_room(failure: Failure, standing: &str) -> Failure {
+    let what = format!("{failure}; {standing}");
+    failure.saying(what).help(ROOM)
+}
+
+/// The way on of an elastic run that cannot write something.
+pub const ROOM: &str = "make room there: the same command then goes on with the run";
 
 /// The steps that are lost where a run had made so many and goes on from this one, as a sentence
 /// behind others; nothing where there are none.
@@ -351,7 +377,11 @@ fn prepared(
     let losses = args.losses + 1;
     let beside = |what: String| args.output.with_extension(what);
     let plan = beside(format!("plan-{losses}-of-{n_new}-ranks.json"));
-    again::write(Some(&plan), &new)?;
+    let without_room = |failure: Failure| match &args.checkpoint {
+        Some(folder) => without_room(failure, &from.without_last(folder)),
+        None => failure,
+    };
+    again::write(Some(&plan), &new).map_err(without_room)?;
     let total = args.total_steps.or(args.resume.is_none().then_some(last));
     let continued = Continued {
         plan: plan.clone(),
@@ -383,7 +413,7 @@ fn prepared(
         plan.display(),
         report::wrapped(&format!("  {source}"))
     ));
-    again(args, &continued)
+    again(args, &continued).map_err(without_room)
 }
 
 /// Keeps what the ranks of a part of a run were doing, in words: of use when all is over, too.

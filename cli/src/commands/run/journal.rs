@@ -12,7 +12,7 @@ use crate::interrupt::{Interrupts, Made};
 use crate::plan_file::{self, Loaded};
 use crate::{document, files, outputs, report};
 use ir::counted;
-use runtime::checkpoint::Rescued;
+use runtime::checkpoint::{Rescued, Unrescued};
 use runtime::record::{self, Doing};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -210,7 +210,7 @@ impl Journal {
 
     /// The newest checkpoint of the run, and those that are passed over. One that was just made of
     /// what ranks left was verified then, and is not read for it again.
-    fn newest(&self, folder: &Path, salvaged: Option<&Result<Rescued, String>>) -> Newest {
+    fn newest(&self, folder: &Path, salvaged: Option<&Result<Rescued, Unrescued>>) -> Newest {
         let mut newest = Newest::default();
         if let Some(Ok(Rescued { step, path })) = salvaged {
             newest.whole = Some((path.clone(), (*step).min(self.end)));
@@ -314,9 +314,10 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
     if processes < journal.processes {
         journal.losses += 1;
     }
-    // Before anything that takes long: who is killed meanwhile is lost, too.
+    // Before anything that takes long: who is killed meanwhile is lost, too. Where it cannot be
+    // written, what is left to be written later may have the room.
     journal.processes = processes;
-    journal.write(folder)?;
+    let _ = journal.write(folder);
     // Ranks may have left what they had in memory, of a later step than the newest checkpoint is.
     let kept = usize::from(args.checkpoints_kept);
     let salvaged = runtime::checkpoint::salvage(folder, kept, &journal.run);
@@ -330,6 +331,38 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
         return Err(elastic::none_whole(&run, &damaged));
     }
     let step = newest.as_ref().map_or(journal.first, |(_, step)| *step);
+    let not = match &salvaged {
+        Some(Err(Unrescued::Missing(reason))) => {
+            format!("The ranks that were left did not leave all states, as {reason}. ")
+        }
+        Some(Err(Unrescued::Unwritten(e))) => {
+            format!(
+                "The ranks that were left had left all states, but no checkpoint can be made of these: {e}. "
+            )
+        }
+        _ => String::new(),
+    };
+    let was = before.loaded_unless(loaded);
+    let was = was.as_ref().unwrap_or(loaded);
+    let is_was = was.hash == before.hash;
+    let lost = reached(args, was).filter(|_| is_was);
+    let lost = lost.map_or_else(String::new, |done| elastic::steps_lost(done, step));
+    let source = match (&newest, &args.resume) {
+        (Some((path, _)), _) if salvaged.as_ref().is_some_and(|s| s.is_ok()) => format!(
+            "The ranks that were left had all states in memory: no step is lost ({}).",
+            path.display()
+        ),
+        (Some((path, _)), _) => {
+            let path = path.display();
+            format!("The newest checkpoint that is whole is {path}.{lost}")
+        }
+        (None, Some(path)) => format!(
+            "There is no checkpoint of it: the run begins again with {}.{lost}",
+            path.display()
+        ),
+        (None, None) => format!("There is no checkpoint of it: the run begins anew.{lost}"),
+    };
+    let without_room = |failure: Failure| elastic::without_room(failure, &format!("{not}{source}"));
     let began = Instant::now();
     let (mut planned, mut planned_now) = (String::new(), None);
     journal.planned = if processes == journal.began.processes {
@@ -355,7 +388,7 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
         let plan = args
             .output
             .with_extension(format!("plan-{}-of-{ranks}-ranks.json", journal.losses));
-        again::write(Some(&plan), &new)?;
+        again::write(Some(&plan), &new).map_err(without_room)?;
         planned = format!(
             ", planned again in {:.1} s ({})",
             began.elapsed().as_secs_f64(),
@@ -371,7 +404,7 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
         part
     };
     journal.processes = journal.planned.processes;
-    journal.write(folder)?;
+    warn_unless(journal.write(folder));
     let continued = Continued {
         plan: journal.planned.plan.clone(),
         steps: journal.end - step,
@@ -386,32 +419,6 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
     let damaged: String = (damaged.iter())
         .map(|d| format!(" Passed over {d}."))
         .collect();
-    let not = match &salvaged {
-        Some(Err(reason)) => {
-            format!("The ranks that were left did not leave all states, as {reason}. ")
-        }
-        _ => String::new(),
-    };
-    let was = before.loaded_unless(loaded);
-    let was = was.as_ref().unwrap_or(loaded);
-    let is_was = was.hash == before.hash;
-    let lost = reached(args, was).filter(|_| is_was);
-    let lost = lost.map_or_else(String::new, |done| elastic::steps_lost(done, step));
-    let source = match (&newest, &args.resume) {
-        (Some((path, _)), _) if salvaged.as_ref().is_some_and(|s| s.is_ok()) => format!(
-            "The ranks that were left had all states in memory: no step is lost ({}).",
-            path.display()
-        ),
-        (Some((path, _)), _) => {
-            let path = path.display();
-            format!("The newest checkpoint that is whole is {path}.{lost}")
-        }
-        (None, Some(path)) => format!(
-            "There is no checkpoint of it: the run begins again with {}.{lost}",
-            path.display()
-        ),
-        (None, None) => format!("There is no checkpoint of it: the run begins anew.{lost}"),
-    };
     let of = match before.ranks == journal.planned.ranks {
         true => String::new(),
         false => format!(" in place of {}", before.ranks),
@@ -439,7 +446,8 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
         counted(journal.planned.ranks as u64, "rank"),
         report::wrapped(&format!("  {not}{source}{damaged}")),
     ));
-    let e = elastic::again(args, &continued)?.exec();
+    let mut again = elastic::again(args, &continued).map_err(without_room)?;
+    let e = again.exec();
     let what = format!("the run could not go on: {e}");
     Err(Failure::new(Exit::RunFailed, what))
 }
@@ -483,6 +491,11 @@ pub fn change(args: &RunArgs, change: impl FnOnce(&mut Journal)) {
         }
         None => Ok(()),
     });
+    warn_unless(changed);
+}
+
+/// Warns of a journal that could not be changed.
+fn warn_unless(changed: Result<(), Failure>) {
     if let Err(failure) = changed {
         crate::say(format_args!(
             "warning: the run's journal does not say how it stands: {failure}"
@@ -545,7 +558,8 @@ mod tests {
         let folder = Path::new("/nowhere");
         let newest = journal.newest(folder, Some(&salvaged));
         assert_eq!((newest.whole, newest.damaged.len()), (Some((path, 7)), 0));
-        let none = journal.newest(folder, Some(&Err("one had not written".into())));
+        let none = Unrescued::Missing("one had not written".into());
+        let none = journal.newest(folder, Some(&Err(none)));
         assert_eq!(none, Newest::default());
     }
 }

@@ -117,6 +117,10 @@ fn examined(
         found: found(error, (&seen, &doing), company),
         by: Some(Finder::me()),
     };
+    let plain = match lost_too(error, &verdict.found, &seen) {
+        Some(others) => format!("{plain}. {others}"),
+        None => plain,
+    };
     let named = match error {
         RuntimeError::Gone { rank, .. } => Some(*rank),
         _ => None,
@@ -126,6 +130,33 @@ fn examined(
         None => plain,
     };
     (words, Some(verdict))
+}
+
+/// The ranks of other processes that are lost with the one that an error names, in words; nothing
+/// where there are none.
+fn lost_too(error: &RuntimeError, found: &BTreeMap<Rank, Fate>, seen: &[Seen]) -> Option<String> {
+    let RuntimeError::Gone {
+        rank, pid, host, ..
+    } = error
+    else {
+        return None;
+    };
+    let is_of_it = |s: &Seen| s.pid == *pid && s.host == *host;
+    let is_other = |r: &Rank| r != rank && !seen.iter().any(|s| s.rank == *r && is_of_it(s));
+    let mut all: BTreeMap<&String, Vec<Rank>> = BTreeMap::new();
+    for (other, fate) in found {
+        if let Fate::Lost(how) = fate
+            && is_other(other)
+        {
+            all.entry(how).or_default().push(*other);
+        }
+    }
+    let words = |(how, ranks): (&String, Vec<Rank>)| {
+        let are = if ranks.len() == 1 { "is" } else { "are" };
+        format!("{} {are} lost, too: {how}", names(ranks))
+    };
+    let words: Vec<String> = all.into_iter().map(words).collect();
+    (!words.is_empty()).then(|| words.join(". "))
 }
 
 /// The words of an error, with the place of an instruction as people call it.

@@ -148,16 +148,19 @@ fn forget_dead(folder: &Path) {
     }
 }
 
+/// The words for a process 0 that cannot be found: once all have joined it is found no more.
+const NOBODY_LISTENS: &str = "it has not begun to listen, or the run has begun without this process, as another one with its number has joined";
+
 /// Reads the appointment of the run with this key; what is in the way where there is none.
 pub fn read(key: &str) -> Result<Appointment, String> {
     let folder = folder();
     if !folder.exists() {
-        return Err("it has not begun to listen".into());
+        return Err(NOBODY_LISTENS.into());
     }
     check_folder(&folder)?;
     let path = file(&folder, key);
     let text = private_text(&path, OFlags::NOFOLLOW).map_err(|e| match e.kind() {
-        io::ErrorKind::NotFound => "it has not begun to listen".to_string(),
+        io::ErrorKind::NotFound => NOBODY_LISTENS.to_string(),
         _ => format!("{}: {e}", path.display()),
     })?;
     serde_json::from_str(&text).map_err(|e| format!("{}: {e}", path.display()))
@@ -271,6 +274,17 @@ mod tests {
         assert!(held.iter().all(|(_, path)| path.exists()));
         assert!(left.iter().all(|(_, path)| !path.exists()));
         assert!(others.1.exists() && away.exists());
+    }
+
+    /// Nobody can tell the two from outside.
+    #[test]
+    fn who_comes_too_late_is_told_so() {
+        let problem = read("a run that there never was").err().unwrap();
+        assert!(
+            problem.contains("has not begun to listen, or the run has begun without"),
+            "{problem}"
+        );
+        assert!(problem.contains("another one with its number"), "{problem}");
     }
 
     /// Those of a cluster's manager are links to files; who can read these is looked at all the same.

@@ -3,8 +3,9 @@
 
 use super::parse::Parser;
 use super::print::{Printer, name};
-use super::{INPUTS, list, reductions};
+use super::{INPUTS, input_name, list, reductions};
 use crate::collective::{CollectiveKind, Contract, Order, Sum};
+use crate::op::InputKind;
 use crate::program::{Call, CollectiveItem, Event, InstrKind, Instruction, RoleProgram, Which};
 use crate::reshard::LayoutStep;
 use crate::text::{PASSES, ParseError, attributes, word_of};
@@ -139,7 +140,9 @@ impl Printer<'_> {
                 format!("world_sum{space}{} -> {output}", list(inputs))
             }
             InstrKind::Load { kind, output } => {
-                format!("load {} -> {output}", word_of(*kind, &INPUTS))
+                let (name, by) = input_name(*kind);
+                let by = by.map_or(String::new(), |by| format!(" {by}"));
+                format!("load {name}{by} -> {output}")
             }
             InstrKind::Fill { value, output } => format!("fill {value:?} -> {output}"),
             InstrKind::Copy { input, output } => format!("copy {input} -> {output}"),
@@ -329,7 +332,11 @@ impl Parser<'_> {
                 InstrKind::WorldSum { inputs, output }
             }
             "load" => {
-                let kind = self.s.choice("what is loaded", &INPUTS)?;
+                let mut kind = self.s.choice("what is loaded", &INPUTS)?;
+                if let InputKind::FurtherTokens { by } | InputKind::FurtherLabels { by } = &mut kind
+                {
+                    *by = self.s.number("how far on it is")?;
+                }
                 let output = self.result(role)?;
                 InstrKind::Load { kind, output }
             }

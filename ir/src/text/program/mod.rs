@@ -105,10 +105,24 @@ const STATES: [(StateRole, &str); 4] = [
     (StateRole::Scalar, "scalar"),
 ];
 
-const INPUTS: [(InputKind, &str); 3] = [
+/// How an input is called, and how far on it is where that is to be said.
+fn input_name(kind: InputKind) -> (&'static str, Option<u32>) {
+    match kind {
+        InputKind::Tokens => ("tokens", None),
+        InputKind::Labels => ("labels", None),
+        InputKind::Images => ("images", None),
+        InputKind::FurtherTokens { by } => ("further_tokens", Some(by)),
+        InputKind::FurtherLabels { by } => ("further_labels", Some(by)),
+    }
+}
+
+/// The inputs by name; a number follows the name of one that is further on.
+const INPUTS: [(InputKind, &str); 5] = [
     (InputKind::Tokens, "tokens"),
     (InputKind::Labels, "labels"),
     (InputKind::Images, "images"),
+    (InputKind::FurtherTokens { by: 1 }, "further_tokens"),
+    (InputKind::FurtherLabels { by: 1 }, "further_labels"),
 ];
 
 /// How partial values combine, which may be as no collective does.

@@ -212,7 +212,7 @@ impl Source {
         if !missing.is_empty() {
             let there: BTreeSet<&str> = metadata.tensors.keys().map(String::as_str).collect();
             return Err(problem_here(format!(
-                "it has no tensor {}, as the plan's states are called; it has {}",
+                "it has no tensor {}; it has {}",
                 listed(&missing),
                 listed(&there)
             )));
@@ -225,7 +225,7 @@ impl Source {
             if tensor.lens != *lens {
                 let theirs = &tensor.lens;
                 return Err(problem_here(format!(
-                    "tensor `{path}` is {theirs:?}, the plan's state is {lens:?}"
+                    "tensor `{path}` is {theirs:?}, and has to be {lens:?}"
                 )));
             }
             let mut seen: BTreeMap<&str, usize> = BTreeMap::new();

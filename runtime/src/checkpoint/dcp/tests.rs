@@ -169,7 +169,7 @@ fn what_is_not_as_the_plan_has_it_is_named() {
     let none = |s: &mut Lens| drop(s.insert("h.1.weight".into(), vec![4, 3]));
     refuse(&none, "no tensor `h.1.weight`");
     let other = |s: &mut Lens| drop(s.insert("h.0.weight".into(), vec![3, 4]));
-    refuse(&other, "`h.0.weight` is [4, 3], the plan's state is [3, 4]");
+    refuse(&other, "`h.0.weight` is [4, 3], and has to be [3, 4]");
     // A part is wanted: the rest is left out, and said.
     let mut some = wanted(&from);
     some.remove("h.0.weight");

@@ -6,7 +6,7 @@
 //! taken of which they have every part together.
 
 use super::{ATTENTION, LAST_WORDS, Member, Session};
-use crate::checkpoint::{Lost, Shard, shares_of};
+use crate::checkpoint::{Lost, Shard, Unrescued, shares_of};
 use crate::execute::message::{Reply, Request};
 use crate::processes::ALONE;
 use ir::Rank;
@@ -58,7 +58,11 @@ impl Session {
     }
 
     /// Has them write their shares to files in `folder`. Fails with the reason why one could not.
-    pub(crate) fn write_left(&mut self, left: Left, folder: &Path) -> Result<Vec<Shard>, String> {
+    pub(crate) fn write_left(
+        &mut self,
+        left: Left,
+        folder: &Path,
+    ) -> Result<Vec<Shard>, Unrescued> {
         let shares = left.shares;
         let writes = |m: &&Member| shares.contains_key(&m.rank);
         let writers: Vec<Member> = self.ranks.iter().filter(writes).copied().collect();
@@ -69,8 +73,8 @@ impl Session {
         });
         let written = writers.iter().zip(replies).map(|(m, reply)| match reply {
             Some(Reply::Shard(Ok(shard))) => Ok(shard),
-            Some(Reply::Shard(Err(e))) => Err(e.to_string()),
-            _ => Err(format!("{} is lost, too", m.rank)),
+            Some(Reply::Shard(Err(e))) => Err(Unrescued::Unwritten(e)),
+            _ => Err(Unrescued::Missing(format!("{} is lost, too", m.rank))),
         });
         written.collect()
     }
