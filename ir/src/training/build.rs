@@ -60,8 +60,8 @@ struct Param {
     prepared: ValueId,
     /// Results of the moments' `State` ops.
     moments: Vec<ValueId>,
-    /// Per use (consumer, operand), the accumulated gradient; that of the microbatch where each
-    /// makes an update.
+    /// Per use (consumer, operand), the accumulated gradient, of the uses of one layer together with
+    /// the last of them in the backward pass; that of the microbatch where each makes an update.
     accumulators: Vec<((OpId, usize), ValueId)>,
     /// Results of the update, the parameter, then its moments; none in inference.
     next: Vec<ValueId>,
@@ -382,7 +382,8 @@ impl<'a> Builder<'a> {
         })
     }
 
-    /// Gradient ops, and an accumulator for every use of a parameter.
+    /// Gradient ops, and accumulators of the uses of parameters: one for those of a layer, whose
+    /// gradients are added in each microbatch.
     fn gradients(&mut self, loss: ValueId) -> Result<(), GraphError> {
         let seed = match &self.scale {
             Some(scale) => scale.value,
@@ -399,40 +400,40 @@ impl<'a> Builder<'a> {
         };
         let leaves: BTreeSet<ValueId> = self.params.iter().map(|p| p.prepared).collect();
         let is_asynchronous = self.spec.minibatch.is_some();
+        let mut left = uses_by_layer(&self.graph, &leaves);
+        let mut open: BTreeMap<(ValueId, Option<LayerId>), LeafUse> = BTreeMap::new();
         let mut uses = Vec::new();
         differentiate(
             &mut self.graph,
             loss,
             seed,
             &leaves,
-            &mut |graph,
-                  LeafUse {
-                      leaf,
-                      consumer,
-                      operand,
-                      gradient,
-                  }| {
+            &mut |graph, mut found| {
+                let at = (found.consumer, found.operand);
                 if is_asynchronous {
-                    uses.push((leaf, (consumer, operand), gradient));
+                    uses.push((found.leaf, at, found.gradient));
                     return Ok(());
                 }
-                let op = graph.op(consumer);
-                let place = Place {
-                    path: format!("accumulate.{}.{operand}", op.path),
-                    pass: Pass::BW,
-                    region: Region::Microbatch,
-                    layer: op.layer,
-                };
-                let kind = OpKind::Accumulate { dtype: DType::F32 };
-                let origin = Origin::Accumulator {
-                    of: consumer,
-                    operand: operand as u32,
-                };
-                let accumulated = graph.add_made1(&[], kind, &[gradient], place, origin)?;
-                uses.push((leaf, (consumer, operand), accumulated));
+                let key = (found.leaf, graph.op(found.consumer).layer);
+                if let Some(before) = open.remove(&key) {
+                    found.gradient = added(graph, &before, &found)?;
+                }
+                let left = left.entry(key).or_default();
+                *left = left.saturating_sub(1);
+                match *left {
+                    0 => uses.push((found.leaf, at, accumulated(graph, &found)?)),
+                    _ => {
+                        open.insert(key, found);
+                    }
+                }
                 Ok(())
             },
         )?;
+        // Some use has no gradient.
+        for found in open.into_values() {
+            let at = (found.consumer, found.operand);
+            uses.push((found.leaf, at, accumulated(&mut self.graph, &found)?));
+        }
         for param in &mut self.params {
             param.accumulators = uses
                 .iter()
@@ -668,6 +669,58 @@ impl<'a> Builder<'a> {
             grad_norm,
         })
     }
+}
+
+/// How often each layer uses a leaf.
+fn uses_by_layer(
+    graph: &Graph,
+    leaves: &BTreeSet<ValueId>,
+) -> BTreeMap<(ValueId, Option<LayerId>), usize> {
+    let mut all = BTreeMap::new();
+    for op in graph
+        .ops()
+        .iter()
+        .filter(|op| op.region == Region::Microbatch)
+    {
+        for &v in op.inputs.iter().filter(|v| leaves.contains(v)) {
+            *all.entry((v, op.layer)).or_default() += 1;
+        }
+    }
+    all
+}
+
+/// Adds the gradients of two uses of a leaf in one layer.
+fn added(graph: &mut Graph, before: &LeafUse, next: &LeafUse) -> Result<ValueId, GraphError> {
+    let op = graph.op(next.consumer);
+    let place = Place {
+        path: format!("grad_uses.{}.{}", op.path, next.operand),
+        pass: Pass::BW,
+        region: Region::Microbatch,
+        layer: op.layer,
+    };
+    let origin = Origin::Sum {
+        of: graph.value(next.leaf).producer,
+        result: 0,
+    };
+    let kind = OpKind::Binary { f: Binary::Add };
+    graph.add_made1(&[], kind, &[before.gradient, next.gradient], place, origin)
+}
+
+/// Adds the accumulator of a gradient.
+fn accumulated(graph: &mut Graph, found: &LeafUse) -> Result<ValueId, GraphError> {
+    let op = graph.op(found.consumer);
+    let place = Place {
+        path: format!("accumulate.{}.{}", op.path, found.operand),
+        pass: Pass::BW,
+        region: Region::Microbatch,
+        layer: op.layer,
+    };
+    let kind = OpKind::Accumulate { dtype: DType::F32 };
+    let origin = Origin::Accumulator {
+        of: found.consumer,
+        operand: found.operand as u32,
+    };
+    graph.add_made1(&[], kind, &[found.gradient], place, origin)
 }
 
 fn world(path: &str, region: Region) -> Place {
