@@ -135,7 +135,7 @@ fn modules_for_further_tokens_are_of_training_alone() {
     let loss = said["losses"][0].as_f64().unwrap();
     assert!((loss - 256f64.ln()).abs() < 0.1, "{loss}");
     // 32 inputs, their last label, and the token behind it.
-    place.write("short.txt", &b"a".repeat(33));
+    place.write("short.txt", b"a".repeat(33));
     let args = [
         "run",
         "train.json",

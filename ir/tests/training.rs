@@ -204,6 +204,36 @@ fn order_of_the_whole_step() {
 }
 
 #[test]
+fn uses_of_a_layer_have_one_accumulator() {
+    let mut f = Forward::new();
+    let x = f.embed();
+    f.next_layer();
+    let w = f.param("w", &[H, H]);
+    let first = f.dot("first", "bsh,hk->bsk", x, w);
+    let second = f.dot("second", "bsh,hk->bsk", first, w);
+    // Nothing reads it, so that its use of the weight has no gradient.
+    f.dot("dead", "bsh,hk->bsk", second, w);
+    let third = f.dot("third", "bsh,hk->bsk", second, w);
+    f.next_layer();
+    let elsewhere = f.dot("elsewhere", "bsh,hk->bsk", third, w);
+    let t = trained(&f.ending_in_sum(elsewhere), &spec(Precision::F32));
+    let accumulators = [
+        "accumulate.loss",
+        "accumulate.elsewhere.1",
+        "accumulate.embed.0",
+        "accumulate.first.1",
+    ];
+    assert_eq!(paths(&t, "accumulate."), accumulators);
+    let of_second = ["grad.third.rhs", "grad.second.rhs"];
+    assert_eq!(operands(&t, "grad_uses.second.1"), of_second);
+    let of_first = ["grad_uses.second.1", "grad.first.rhs"];
+    assert_eq!(operands(&t, "grad_uses.first.1"), of_first);
+    assert_eq!(operands(&t, "accumulate.first.1"), ["grad_uses.first.1"]);
+    let of_layers = ["accumulate.first.1", "accumulate.elsewhere.1"];
+    assert_eq!(operands(&t, "grad_sum.w"), of_layers);
+}
+
+#[test]
 fn tied_parameter_has_one_accumulator_per_use() {
     let t = trained(&tied_mlp(), &spec(Precision::F32));
     let mut accumulators = paths(&t, "accumulate.");

@@ -10,7 +10,7 @@ pub(super) fn of(pid: u32) -> Option<BTreeSet<u32>> {
     listed(lines.find_map(|l| l.strip_prefix("Cpus_allowed_list:"))?)
 }
 
-/// How many processes have together, this one among them. One that has a quota counts its own alone.
+/// How many processes have together, this one among them. One with a quota counts its own alone.
 pub(super) fn of_all(pids: impl Iterator<Item = u32>) -> usize {
     let own = std::thread::available_parallelism().map_or(1, |n| n.get());
     match of(std::process::id()) {
