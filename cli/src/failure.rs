@@ -229,6 +229,9 @@ impl From<import::ImportError> for Failure {
             MissingTensors { .. } | UnexpectedTensors { .. } | TensorShape { .. } => Some(
                 "the weights are of another model than the configuration: name theirs with --config, and compile the plan from it",
             ),
+            MissingModules { .. } => Some(
+                "set num_nextn_predict_layers to 0 in the config.json and compile the plan from it, which trains the model without them, or use weights that have them",
+            ),
             TensorDtype { .. } => Some("store the weights in f32, f16 or bf16"),
             NotFinite { .. } => Some(
                 "the weights are damaged, or their training diverged: use others, or leave --weights out to begin anew",

@@ -500,7 +500,16 @@ const LOSS_ON_A_FULL_DISK: &str = r#"
     go_on "$1" &
     run=$!
     # Arguments are lines to grep, whose own do not match.
+    until_end=$(($(date +%s) + 120))
+    goes_on() {
+        [ $(date +%s) -lt $until_end ] && return
+        echo "no $1" >&2
+        cat errors >&2
+        kill $(cat /proc/$run/task/$run/children)
+        exit 97
+    }
     while [ -z "$victim" ]; do
+        goes_on victim
         case $2 in
             0) all=$(grep -lz '^-[-]kept=' /proc/[0-9]*/cmdline 2>/dev/null | xargs -r \
                 grep -Lz '^-[-]as-process=' 2>/dev/null);;
@@ -511,7 +520,10 @@ const LOSS_ON_A_FULL_DISK: &str = r#"
             [ "$(readlink $process/cwd)" = "$PWD" ] && victim=${process#/proc/}
         done
     done
-    while ! ls disk/state | grep -q "^000$3-step"; do sleep 0.005; done
+    while ! ls disk/state | grep -q "^000$3-step"; do
+        goes_on checkpoint
+        sleep 0.005
+    done
     dd if=/dev/zero of=disk/filler bs=1k 2>/dev/null
     kill -9 $victim
     wait $run

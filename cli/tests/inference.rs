@@ -4,6 +4,7 @@
 
 mod support;
 
+use serde_json::json;
 use support::{Done, Place};
 
 fn compile(place: &Place, more: &[&str]) -> Done {
@@ -90,16 +91,17 @@ fn a_trained_checkpoint_is_evaluated() {
 #[test]
 fn modules_for_further_tokens_are_of_training_alone() {
     let place = Place::new();
-    let model = |modules: u64| {
-        let config = serde_json::json!({
-            "model_type": "deepseek_v3", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    let model = |more: serde_json::Value| {
+        let mut config = json!({
+            "model_type": "deepseek_v3", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
             "num_key_value_heads": 2, "intermediate_size": 16, "q_lora_rank": 8, "kv_lora_rank": 8,
             "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 4,
             "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 1,
             "topk_group": 1, "first_k_dense_replace": 1, "vocab_size": 256, "max_position_embeddings": 32,
-            "num_nextn_predict_layers": modules,
         });
-        place.write("config.json", config.to_string().as_bytes());
+        let more = more.as_object().unwrap().clone();
+        config.as_object_mut().unwrap().extend(more);
+        place.write("config.json", config.to_string());
     };
     let compiled = |plan: &str, more: &[&str]| {
         let mut args = vec![
@@ -114,7 +116,8 @@ fn modules_for_further_tokens_are_of_training_alone() {
         args.extend(more);
         place.run(&args).expect(0)
     };
-    model(1);
+    model(json!({"num_nextn_predict_layers": 1}));
+    place.write("with.json", place.read("config.json"));
     compiled("train.json", &[]);
     let out = compiled("plan.json", &["--inference"]).out;
     assert!(!out.contains("mtp"), "{out}");
@@ -147,11 +150,37 @@ fn modules_for_further_tokens_are_of_training_alone() {
         "1",
     ];
     place.run(&args).expect(3).says(&["32 + 2"]);
-    model(0);
+    // How much further tokens count may change on the way.
+    model(json!({"num_nextn_predict_layers": 1, "mtp_loss_scaling_factor": 0.3}));
+    compiled("later.json", &[]);
+    train("later.json", &["--resume", "state"]).expect(0);
+    model(json!({"num_nextn_predict_layers": 0}));
     compiled("alone.json", &[]);
     train("alone.json", &["--checkpoint", "alone"]).expect(0);
-    let refused = train("train.json", &["--resume", "alone"]).expect(3);
-    refused.says(&["h.mtp.0"]);
+    for (plan, state) in [("train.json", "alone"), ("alone.json", "state")] {
+        let refused = train(plan, &["--resume", state]).expect(3);
+        refused.says(&["h.mtp.0", "num_nextn_predict_layers"]);
+    }
+    // Two uses of the embedding in different stages.
+    let pins = [
+        "--pin",
+        "schedule=pipedream",
+        "--pin",
+        "pipeline=2",
+        "--ranks",
+        "2",
+    ];
+    let mut args = vec![
+        "compile",
+        "with.json",
+        "--cluster",
+        "cpu-default",
+        "--global-batch",
+        "4",
+    ];
+    args.extend(pins);
+    args.extend(["--clip-norm", "none"]);
+    place.run(&args).says(&["num_nextn_predict_layers"]);
 }
 
 #[test]

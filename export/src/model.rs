@@ -1,6 +1,6 @@
 //! The shape of a language model, read off its forward graph.
 
-use ir::op::{Blocks, Bounds, InputKind, RopeScaling, Unary};
+use ir::op::{Blocks, Bounds, RopeScaling, Unary};
 use ir::{Graph, LayerId, Op, OpKind};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -166,7 +166,7 @@ impl ModelShape {
                 ..bounds
             }) != Bounds::default()
             || is_sunk(forward)
-            || predicts_further(forward)
+            || forward.further() > 0
             || is_plain && !is_squared
         {
             return None;
@@ -233,18 +233,6 @@ fn is_sunk(forward: &Graph) -> bool {
     read.any(|v| sums.contains(v))
 }
 
-/// Whether modules predict further tokens.
-fn predicts_further(forward: &Graph) -> bool {
-    let mut ops = forward.ops().iter();
-    ops.any(|op| {
-        let kind = match op.kind {
-            OpKind::Input { kind } => kind,
-            _ => return false,
-        };
-        InputKind::further([kind]) > 0
-    })
-}
-
 /// Whether a block has a state space.
 fn has_state_spaces(forward: &Graph) -> bool {
     let mut ops = forward.ops().iter();
@@ -296,7 +284,7 @@ pub(crate) fn why_unknown(forward: &Graph) -> &'static str {
         "the model's attention has sinks, whose flags are not written"
     } else if any(&|b| b.window.is_some()) {
         "some of the model's blocks attend within a window and others do not, whose flags are not written"
-    } else if predicts_further(forward) {
+    } else if forward.further() > 0 {
         "modules of the model predict further tokens, whose flags are not written"
     } else if has(&|kind| matches!(kind, OpKind::Join)) {
         "the model's attention is latent, whose flags are not written"

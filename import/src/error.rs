@@ -107,6 +107,14 @@ pub enum ImportError {
         /// Names of the tensors.
         tensors: Vec<String>,
     },
+    /// The files have all but the modules for further tokens.
+    #[error("{}: the configuration has modules for further tokens, and the file has none: no {}", file.display(), names(.tensors))]
+    MissingModules {
+        /// The weight file, index or folder.
+        file: PathBuf,
+        /// Names of their tensors.
+        tensors: Vec<String>,
+    },
     /// Tensors are in the files that the model does not have.
     #[error("{}: the model has no such tensors: {}", file.display(), names(.tensors))]
     UnexpectedTensors {

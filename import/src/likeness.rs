@@ -2,8 +2,8 @@
 
 use crate::config::MODEL_TYPES;
 use crate::{BuildOptions, ImportError, ModelConfig, model_graph};
-use ir::Graph;
 use ir::likeness::{Difference, difference};
+use ir::{Graph, Task};
 
 /// The fields of `config.json` that decide attributes of a graph: the end of an op's path, the
 /// attribute, the field of GPT-2, the field of Llama and its relatives.
@@ -59,11 +59,12 @@ const FIELDS: [(&str, &str, &str, &str); 17] = [
 
 impl ModelConfig {
     /// Finds where this model differs from a plan's, of which `graph` is the forward graph and
-    /// samples have `sequence` tokens; `None` where it is the plan's model.
+    /// samples have `sequence` tokens and which is for that task; `None` where it is the plan's model.
     pub fn difference(
         &self,
         graph: &Graph,
         sequence: u64,
+        task: Task,
     ) -> Result<Option<Difference>, ImportError> {
         if self.model_type() != graph.name && MODEL_TYPES.contains(&graph.name.as_str()) {
             return Ok(Some(Difference {
@@ -77,7 +78,7 @@ impl ModelConfig {
             sequence: sequence.min(self.max_sequence()),
             dropout: 0.0,
         };
-        Ok(difference(&model_graph(self, &options)?, graph))
+        Ok(difference(&model_graph(self, &options)?, graph, task))
     }
 }
 
@@ -86,6 +87,13 @@ impl ModelConfig {
 pub fn config_field(model_type: &str, d: &Difference) -> Option<&'static str> {
     if d.attribute == "model_type" {
         return Some("model_type");
+    }
+    if ["h.mtp.", "head.mtp."]
+        .iter()
+        .any(|scope| d.op.starts_with(scope))
+        && d.attribute == "op"
+    {
+        return Some("num_nextn_predict_layers");
     }
     let is_layer = d.attribute == "op" && d.op.starts_with("h.");
     let is_row = |(end, attribute, ..): &&(&str, &str, _, _)| {

@@ -260,6 +260,11 @@ fn state_spaces_are_read_as_they_are_published_and_as_they_are_saved() {
             json!({"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*X"}),
             "mtp_hybrid_override_pattern",
         ),
+        (
+            nemotron_h(),
+            json!({"num_nextn_predict_layers": 64, "mtp_hybrid_override_pattern": "*".repeat(157)}),
+            "num_nextn_predict_layers",
+        ),
         (nemotron_h(), json!({"n_group": 3}), "n_routed_experts"),
         (
             nemotron_h(),
@@ -522,6 +527,13 @@ fn modules_for_further_tokens_are_read() {
         "mtp_num_layers": 2}),
     );
     assert_eq!(twice.further_tokens(), 2);
+    let nulls = json!({"mtp_use_repeated_layer": null, "mtp_num_layers": null, "mtp_loss_scaling_factor": null});
+    assert_eq!(n(nulls), alone);
+    // A module has experts where all layers are dense.
+    let experts = |changes| n(changes).n_parameters();
+    let dense = json!({"first_k_dense_replace": 61, "num_nextn_predict_layers": 1});
+    let added = experts(dense) - experts(json!({"first_k_dense_replace": 61}));
+    assert_eq!(added, layer + 2 * h * h + 3 * h);
     let nemotron =
         json!({"num_nextn_predict_layers": 2, "mtp_layers_block_type": ["full_attention", "moe"]});
     let nemotron = parse(nemotron_h(), nemotron).unwrap();
@@ -547,6 +559,16 @@ fn deepseek_that_is_not_supported_is_refused() {
             3,
             json!({"num_nextn_predict_layers": 65}),
             "`num_nextn_predict_layers` is 65",
+        ),
+        (
+            2,
+            json!({"num_nextn_predict_layers": 1}),
+            "DeepSeek-V2 has no modules for further tokens",
+        ),
+        (
+            3,
+            json!({"num_hidden_layers": 10_000, "num_nextn_predict_layers": 1}),
+            "10000 and 1 layers; at most 10000 in all",
         ),
         (
             3,

@@ -208,9 +208,46 @@ fn modules_for_further_tokens_are_layers_behind_the_last() {
             .unwrap_err()
             .contains("mtp.layers.1.final_layernorm.weight")
     );
+    // A file that has all else says so.
+    let without = open_changed(case, |t| {
+        t.retain(|name, _| !name.contains(".2.") && !name.contains(".3."))
+    });
+    let text = without.unwrap_err();
+    assert!(
+        text.contains("the file has none: no model.layers.2."),
+        "{text}"
+    );
     // Without them in the configuration the file is that of the model alone.
     let alone = config(case).without_further_tokens();
     Weights::open(reference(case), &alone).unwrap();
+}
+
+/// Files count the blocks of all modules of Nemotron-H.
+#[test]
+fn blocks_of_several_modules_follow_each_other() {
+    let mut text: serde_json::Value = serde_json::from_slice(
+        &std::fs::read(reference("nemotron_h_further").join("config.json")).unwrap(),
+    )
+    .unwrap();
+    text["num_nextn_predict_layers"] = 2.into();
+    text["mtp_use_repeated_layer"] = false.into();
+    let config = ModelConfig::parse("config.json", text.to_string().as_bytes()).unwrap();
+    for (ours, theirs) in [
+        ("h.mtp.0.embed_norm.weight", "mtp.layers.0.enorm.weight"),
+        ("h.mtp.0.norm.weight", "mtp.layers.1.final_layernorm.weight"),
+        ("h.mtp.1.hidden_proj.weight", "mtp.layers.2.eh_proj.weight"),
+        (
+            "h.mtp.1.h.0.attn.q.weight",
+            "mtp.layers.2.mixer.q_proj.weight",
+        ),
+        (
+            "h.mtp.1.h.1.moe.router.weight",
+            "mtp.layers.3.mixer.gate.weight",
+        ),
+        ("h.mtp.1.norm.weight", "mtp.layers.3.final_layernorm.weight"),
+    ] {
+        assert_eq!(map_param_to_hf(&config, ours).unwrap(), [theirs]);
+    }
 }
 
 /// A matrix of a file that holds several of ours: its rows go to each of them, and what is wrong

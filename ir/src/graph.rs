@@ -206,6 +206,15 @@ impl Place {
 }
 
 impl Graph {
+    /// Returns how many tokens a sample has behind its last label
+    /// ([`InputKind::further`](crate::op::InputKind::further)).
+    pub fn further(&self) -> u64 {
+        let ops = self.ops().iter();
+        crate::op::InputKind::further(ops.filter_map(|op| match op.kind {
+            OpKind::Input { kind } => Some(kind),
+            _ => None,
+        }))
+    }
     /// An empty graph.
     pub fn new(name: impl Into<String>) -> Self {
         Graph {

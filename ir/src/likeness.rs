@@ -3,11 +3,10 @@
 //!
 //! Ops are matched by path, and their kinds, attributes and the shapes of states compared. Left
 //! out is what one model is trained with in several ways: the length of the sequence and the order
-//! that it is stored in, dropout, the slots of experts, layouts, initial values. A model that is trained
-//! with modules for further tokens is used without them.
+//! that it is stored in, dropout, the slots of experts, how much the losses of further tokens count,
+//! layouts, initial values.
 
-use crate::op::InputKind;
-use crate::{Graph, Op, OpKind};
+use crate::{Graph, Op, OpKind, Task};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -39,11 +38,13 @@ impl fmt::Display for Difference {
 
 /// Where the paths of what a model has for further tokens begin.
 const FURTHER: [&str; 2] = ["h.mtp.", "head.mtp."];
+/// The op whose factor says how much the losses of further tokens count.
+const FURTHER_SCALE: &str = "head.mtp.scale";
 
-/// Where two models differ; none where they are one model, or the second is the first without its
-/// modules for further tokens.
-pub fn difference(first: &Graph, second: &Graph) -> Option<Difference> {
-    let leaves_out = predicts_further(first) && !predicts_further(second);
+/// Where two models differ; none where they are one model. For inference by the second one the
+/// first may have modules for further tokens besides.
+pub fn difference(first: &Graph, second: &Graph, task: Task) -> Option<Difference> {
+    let leaves_out = task == Task::Inference && first.further() > 0 && second.further() == 0;
     let is_further = |op: &Op| FURTHER.iter().any(|scope| op.path.starts_with(scope));
     let counts = |op: &&Op| counts(op) && !(leaves_out && is_further(op));
     let both = [first, second].map(|g| {
@@ -74,15 +75,6 @@ pub fn difference(first: &Graph, second: &Graph) -> Option<Difference> {
     })
 }
 
-fn predicts_further(graph: &Graph) -> bool {
-    let ops = graph.ops().iter();
-    let inputs = ops.filter_map(|op| match op.kind {
-        OpKind::Input { kind } => Some(kind),
-        _ => None,
-    });
-    InputKind::further(inputs) > 0
-}
-
 /// Attributes of an op in words, by name; its kind as `op`.
 type Facts = BTreeMap<String, String>;
 
@@ -100,7 +92,8 @@ fn facts(graph: &Graph, op: &Op) -> Facts {
     let mut facts = Facts::from([("op".to_string(), op.kind.name().to_string())]);
     if let Ok(Value::Object(kind)) = serde_json::to_value(&op.kind) {
         let fields = kind.values().filter_map(Value::as_object).flatten();
-        let fixed = fields.filter(|(key, _)| !FREE.contains(&key.as_str()));
+        let is_free = |key: &str| FREE.contains(&key) || op.path == FURTHER_SCALE;
+        let fixed = fields.filter(|(key, _)| !is_free(key));
         facts.extend(fixed.map(|(key, value)| (key.clone(), words(value))));
     }
     if matches!(op.kind, OpKind::State { .. }) {

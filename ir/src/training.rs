@@ -47,8 +47,7 @@ pub use build::build;
 pub use problems::problems;
 pub use recompute::{Recompute, can_recompute, choose, recompute, source_value};
 
-use crate::op::InputKind;
-use crate::{Graph, GraphError, OpKind, TrainSpec, ValueId};
+use crate::{Graph, GraphError, TrainSpec, ValueId};
 use serde::{Deserialize, Serialize};
 
 /// The state whose value times [`LOSS_SCALE_UNIT`] is f16's dynamic loss scale.
@@ -127,13 +126,9 @@ impl TrainingGraph {
         let in_microbatch = |s| writer(s).region == crate::Region::Microbatch;
         self.states.first().is_some_and(in_microbatch)
     }
-    /// Returns how many tokens a sample has behind its last label ([`InputKind::further`]).
+    /// Returns how many tokens a sample has behind its last label ([`Graph::further`]).
     pub fn further(&self) -> u64 {
-        let ops = self.graph.ops().iter();
-        InputKind::further(ops.filter_map(|op| match op.kind {
-            OpKind::Input { kind } => Some(kind),
-            _ => None,
-        }))
+        self.graph.further()
     }
 }
 

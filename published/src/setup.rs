@@ -118,7 +118,10 @@ pub fn pins(
                 }
             }
             None => {
-                let (pin, even) = split_pin(generation.split, layers, pipeline * chunks)?;
+                // Modules for further tokens are beside the head.
+                let further = row.count(FURTHER)?.unwrap_or(0);
+                let stages = pipeline * chunks;
+                let (pin, even) = split_pin(generation.split, layers, stages, further)?;
                 if !even {
                     assumed.push("stages=uneven".into());
                 }
@@ -158,9 +161,9 @@ pub fn pins(
 
 /// How many layers predict further tokens, by the layout of the stages that a row's recipe names.
 pub fn further(row: &Row, facts: &Facts, choice: &Choice) -> Result<u64, RowError> {
-    let stages = row.count("pp")?.unwrap_or(1) * choice.chunks;
-    let layers = row.count("layers")?;
-    let layout = layers.and_then(|n| facts.recipes.layout(row, n, stages));
+    let (stages, layers) = (row.count("pp")?.unwrap_or(1), row.count("layers")?);
+    let layers = layers.filter(|_| stages > 1);
+    let layout = layers.and_then(|n| facts.recipes.layout(row, n, stages * choice.chunks));
     Ok(layout.map_or(0, |l| l.further))
 }
 
@@ -297,10 +300,19 @@ fn uneven(row: &Row, tensor: u64, is_parallel: bool) -> Result<Vec<String>, RowE
 
 /// How many layers every stage has, embedding and output layer included; whether stages have
 /// equally many, with or without these two.
-fn split_pin(split: Split, layers: u64, stages: u64) -> Result<(String, bool), Unmodelled> {
-    let counts = split
+/// The last one has those for further tokens as well.
+fn split_pin(
+    split: Split,
+    layers: u64,
+    stages: u64,
+    further: u64,
+) -> Result<(String, bool), Unmodelled> {
+    let mut counts = split
         .counts(layers, stages)
         .ok_or_else(|| Unmodelled::Feature(format!("{stages} stages of {layers} layers")))?;
+    if let Some(last) = counts.last_mut() {
+        *last += further;
+    }
     Ok((split_text(&counts), split.is_even(layers, stages)))
 }
 
@@ -740,8 +752,8 @@ mod tests {
 
     #[test]
     fn stages_divide_layers_as_the_framework_does() {
-        let split = |how, layers, stages| split_pin(how, layers, stages).unwrap().0;
-        let is_even = |how, layers, stages| split_pin(how, layers, stages).unwrap().1;
+        let split = |how, layers, stages| split_pin(how, layers, stages, 0).unwrap().0;
+        let is_even = |how, layers, stages| split_pin(how, layers, stages, 0).unwrap().1;
         assert!(is_even(Split::Balanced, 126, 64) && !is_even(Split::Layers, 126, 64));
         assert!(is_even(Split::Layers, 32, 4) && !is_even(Split::Balanced, 32, 12));
         assert_eq!(split(Split::Layers, 8, 4), "split=3/2/2/3");
@@ -751,6 +763,6 @@ mod tests {
         );
         assert_eq!(split(Split::Balanced, 72, 6), "split=13/12/12/12/12/13");
         assert_eq!(split(Split::Layers, 7, 2), "split=5/4");
-        assert!(split_pin(Split::Balanced, 2, 5).is_err());
+        assert!(split_pin(Split::Balanced, 2, 5, 0).is_err());
     }
 }

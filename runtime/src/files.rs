@@ -34,6 +34,8 @@ pub struct Unfinished {
     path: PathBuf,
     /// The file itself; of a folder, what holds its lock.
     file: File,
+    /// Whether it stays where it is when it is not finished.
+    stays: bool,
 }
 
 impl Unfinished {
@@ -68,6 +70,16 @@ impl Unfinished {
         })
     }
 
+    /// A folder that is there already and keeps its name, and all that is in it, unless it is
+    /// finished: it may have more than can be made again.
+    pub fn there(path: &Path) -> io::Result<Self> {
+        Ok(Unfinished {
+            file: File::open(path)?,
+            path: path.to_path_buf(),
+            stays: true,
+        })
+    }
+
     fn make(folder: &Path, make: impl Fn(&Path) -> io::Result<File>) -> io::Result<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         loop {
@@ -83,7 +95,11 @@ impl Unfinished {
             let taken = matches!(file.try_lock(), Err(TryLockError::WouldBlock));
             if !taken && path.exists() {
                 unfinished(|all| all.insert(path.clone()));
-                return Ok(Unfinished { path, file });
+                return Ok(Unfinished {
+                    path,
+                    file,
+                    stays: false,
+                });
             }
         }
     }
@@ -113,6 +129,9 @@ impl Write for Unfinished {
 
 impl Drop for Unfinished {
     fn drop(&mut self) {
+        if self.stays {
+            return;
+        }
         unfinished(|all| all.remove(&self.path));
         // Not there any more if it was finished; else what fails here is left to a sweep.
         let _ = remove(&self.path);

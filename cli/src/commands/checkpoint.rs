@@ -8,7 +8,7 @@ use crate::interrupt::{Early, Interrupts};
 use crate::{files, model, outputs, report};
 use comfy_table::Table;
 use import::ModelConfig;
-use ir::{Bytes, DType, counted};
+use ir::{Bytes, DType, Task, counted};
 use runtime::RuntimeError;
 use runtime::checkpoint::{self, Checkpoint, Summary};
 use runtime::execute::Local;
@@ -345,7 +345,7 @@ fn is_of(from: &Checkpoint, config: &ModelConfig, model: &Path) -> Result<(), Fa
             let what = format!("{}: its model: {e}", from.path().display());
             Failure::new(Exit::BadInput, what)
         })?;
-        let difference = config.difference(&graph, origin.sequence)?;
+        let difference = config.difference(&graph, origin.sequence, Task::Training)?;
         if let Some(d) = difference {
             let what = format!(
                 "{}: {d} is {} here, {} in the checkpoint",

@@ -291,6 +291,7 @@ fn run_as(
     }
     // When one output cannot be written, the others still are.
     let (mut written, mut failed) = (Vec::new(), Vec::new());
+    let mut has_state = true;
     let mut attempt = |what: String, done: Result<(), Failure>| match done {
         Ok(()) => written.push(what),
         Err(failure) => failed.push(failure),
@@ -327,6 +328,7 @@ fn run_as(
             let what = format!("{failure}; {}", so_far.without_last(folder));
             failure.saying(what)
         });
+        has_state = saved.is_ok();
         attempt(what, saved.map(|_| ()));
     }
     if let (Some(path), Some((config, _))) = (&args.save, &config) {
@@ -338,7 +340,7 @@ fn run_as(
         attempt(what, write_measurement());
     }
     if !failed.is_empty() {
-        return Err(not_all(failed, &written, args.elastic));
+        return Err(not_all(failed, &written, args.elastic && !has_state));
     }
     if measurement.steps.len() as u64 == args.steps {
         journal::end(args);
@@ -609,8 +611,10 @@ fn check_task(args: &RunArgs, task: Task) -> Result<(), Failure> {
     }
 }
 
-/// Reports all that could not be written, and what could.
-fn not_all(failed: Vec<Failure>, written: &[String], is_elastic: bool) -> Failure {
+/// Reports all that could not be written, and what could. An elastic run `goes_on` by the same
+/// command where its last checkpoint is missing: with that, all its steps are made, and nothing
+/// measures them again.
+fn not_all(failed: Vec<Failure>, written: &[String], goes_on: bool) -> Failure {
     let mut words: Vec<String> = failed.iter().map(Failure::to_string).collect();
     if !written.is_empty() {
         words.push(format!("these were written: {}", written.join(", ")));
@@ -620,7 +624,7 @@ fn not_all(failed: Vec<Failure>, written: &[String], is_elastic: bool) -> Failur
     let failure = first.unwrap_or_else(internal).saying(words.join("\n"));
     // Nothing that was given was bad.
     match failure.exit() {
-        Exit::BadInput => failure.called("not all was written").help(match is_elastic {
+        Exit::BadInput => failure.called("not all was written").help(match goes_on {
             true => elastic::ROOM,
             false => "make room there, or have the next run write to another place; earlier checkpoints are as they were",
         }),
@@ -852,22 +856,25 @@ fn checkpoint(path: &Path, loaded: &Loaded, data: &Dataset) -> Result<Arc<Checkp
     }
     let done = ir::counted(checkpoint.step(), "step");
     crate::say(format_args!("going on from {shown}, after {done}"));
-    checkpoint.check_model(&loaded.plan.graph).map_err(|e| {
-        let field = match &e {
-            RuntimeError::OtherModel { difference, .. } => {
-                import::config_field(&loaded.training.graph.name, difference)
+    let task = loaded.plan.train.task;
+    checkpoint
+        .check_model(&loaded.plan.graph, task)
+        .map_err(|e| {
+            let field = match &e {
+                RuntimeError::OtherModel { difference, .. } => {
+                    import::config_field(&loaded.training.graph.name, difference)
+                }
+                _ => None,
+            };
+            let failure = Failure::from(e);
+            match field {
+                Some(field) => {
+                    let words = format!("{failure} ({field} of a config.json)");
+                    failure.saying(words)
+                }
+                None => failure,
             }
-            _ => None,
-        };
-        let failure = Failure::from(e);
-        match field {
-            Some(field) => {
-                let words = format!("{failure} ({field} of a config.json)");
-                failure.saying(words)
-            }
-            None => failure,
-        }
-    })?;
+        })?;
     let train = &loaded.plan.train;
     match checkpoint.origin() {
         None => crate::say(format_args!(
@@ -892,7 +899,8 @@ fn checkpoint(path: &Path, loaded: &Loaded, data: &Dataset) -> Result<Arc<Checkp
 /// Refuses a configuration, read from `path`, of another model than the plan's.
 fn same_model(config: &ModelConfig, path: &Path, loaded: &Loaded) -> Result<(), Failure> {
     let graph = plan_file::forward(&loaded.plan)?;
-    let Some(d) = config.difference(&graph, loaded.plan.train.sequence)? else {
+    let Some(d) = config.difference(&graph, loaded.plan.train.sequence, loaded.plan.train.task)?
+    else {
         return Ok(());
     };
     let what = match import::config_field(config.model_type(), &d) {

@@ -194,13 +194,7 @@ impl Layer<'_> {
                 .iter()
                 .filter(|a| role_of(a) == Some(role))
                 .map(|a| leaf(&a.op.path).to_string())
-                .fold(Vec::new(), |mut all, name| {
-                    // A module that is used again has ops of the same names.
-                    if !all.contains(&name) {
-                        all.push(name);
-                    }
-                    all
-                })
+                .collect::<Vec<_>>()
         };
         let (batch, expert, feature, sequence) = (
             with(FactorRole::Batch),

@@ -10,8 +10,8 @@
 //! ```
 //!
 //! Files have the two projections side by side in one matrix (`eh_proj`). Embedding and head are the
-//! model's. The loss is the sum of the next tokens' plus `loss_scale / depth` times that of all further
-//! ones. A sample has as many tokens more as are predicted further on, so that every position counts
+//! model's. The loss is that of the next tokens plus `loss_scale` times the mean of the further ones'.
+//! A sample has as many tokens more as are predicted further on, so that every position counts
 //! (Megatron-Core leaves a sample's last ones out).
 //!
 //! Modules are layers `h.mtp.0`, .., so that patterns which mean all layers (`h.*`) mean them too. Where
@@ -56,18 +56,16 @@ pub(super) fn finish(
     let mut before = x;
     let mut given = Vec::new();
     for k in 0..further.depth {
-        let module = k.min(further.modules - 1);
-        if module == k {
-            b.start_layer(format!("h.mtp.{module}"));
-        }
+        let scope = format!("h.mtp.{k}");
+        b.start_layer(scope.as_str());
         if k == 0 {
             main = parts.norm(b, "head.norm", x)?;
             before = main;
         }
-        let scope = format!("h.mtp.{module}");
-        b.turn = (k > module).then(|| (scope.clone(), k - module));
-        before = step(b, parts, &scope, (module, k), (table, before))?;
-        b.turn = None;
+        let module = k.min(further.modules - 1);
+        b.parameters_of = (module < k).then(|| (scope.clone(), format!("h.mtp.{module}")));
+        before = step(b, parts, &scope, k, (table, before))?;
+        b.parameters_of = None;
         given.push(before);
     }
     b.start_layer("head");
@@ -101,16 +99,15 @@ pub(super) fn finish(
     Ok(())
 }
 
-/// Further token `k`, by module `module`, whose paths begin with `m`: of the embedding's table and what
-/// the module before gave.
+/// Further token `k`, in the layer `m`: of the embedding's table and what the layer before gave.
 fn step(
     b: &mut Builder,
     parts: &impl Parts,
     m: &str,
-    (module, k): (u64, u64),
+    k: u64,
     (table, before): (ValueId, ValueId),
 ) -> Result<ValueId, ImportError> {
-    let by = u32::try_from(k + 1).unwrap_or(u32::MAX);
+    let by = u32::try_from(k + 1).expect("a config has at most 64 further tokens");
     let tokens = b.input(&format!("{m}.tokens"), InputKind::FurtherTokens { by })?;
     let embedded = b.op(format!("{m}.embed"), OpKind::Embedding, &[table, tokens])?;
     let embedded = parts.norm(b, &format!("{m}.embed_norm"), embedded)?;
@@ -118,6 +115,6 @@ fn step(
     let embedded = b.linear(&format!("{m}.embed_proj"), "bsh,hk->bsk", embedded)?;
     let hidden = b.linear(&format!("{m}.hidden_proj"), "bsh,hk->bsk", hidden)?;
     let x = b.add(format!("{m}.join"), embedded, hidden)?;
-    let x = parts.block(b, m, module, x)?;
+    let x = parts.block(b, m, k, x)?;
     parts.norm(b, &format!("{m}.norm"), x)
 }

@@ -17,7 +17,7 @@ use super::llama::{DENSE, EXPERTS, route};
 use crate::ImportError;
 use crate::config::{ExpertsConfig, HybridConfig, Mixer, blocks_of_sequence};
 use ir::op::{Binary, Bounds, InputKind, OpKind, SequenceOrder, Unary};
-use ir::{DType, Dim, Shape, TensorType, ValueId};
+use ir::{DType, Dim, Place, Shape, TensorType, ValueId};
 
 pub(super) fn build(b: &mut Builder, c: &HybridConfig) -> Result<(), ImportError> {
     b.start_layer("embed");
@@ -119,7 +119,7 @@ fn state_space(
 /// A vector of ones.
 fn ones(b: &mut Builder, path: &str, width: u64) -> Result<ValueId, ImportError> {
     let ty = TensorType::new(DType::F32, Shape::fixed(&[]));
-    let place = b.place(format!("{path}.one"));
+    let place = Place::forward(format!("{path}.one"), b.layer);
     let one = b
         .graph
         .add_source(OpKind::Constant { value: 1.0 }, ty, place)?;

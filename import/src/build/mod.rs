@@ -79,8 +79,8 @@ struct Builder {
     /// The values of the parameters that are declared, by path.
     declared: BTreeMap<String, ValueId>,
     layer: LayerId,
-    /// Where the paths of a module begin whose ops are added once more, and how often they have been.
-    turn: Option<(String, u64)>,
+    /// Where the paths of a layer begin that uses the parameters of another one, and where those do.
+    parameters_of: Option<(String, String)>,
     options: BuildOptions,
 }
 
@@ -96,21 +96,12 @@ impl Builder {
             params,
             declared: BTreeMap::new(),
             layer: LayerId::new(0),
-            turn: None,
+            parameters_of: None,
             options,
         }
     }
     fn start_layer(&mut self, name: impl Into<String>) {
         self.layer = self.graph.add_layer(name);
-    }
-    /// The place of an op of the current layer, whose path is its own in every turn.
-    fn place(&self, path: impl Into<String>) -> Place {
-        let path = path.into();
-        let again = self.turn.as_ref().and_then(|(scope, turn)| {
-            let rest = path.strip_prefix(scope)?;
-            Some(format!("{scope}.turn_{turn}{rest}"))
-        });
-        Place::forward(again.unwrap_or(path), self.layer)
     }
     /// Adds an op and returns all results.
     fn ops(
@@ -119,8 +110,9 @@ impl Builder {
         kind: OpKind,
         inputs: &[ValueId],
     ) -> Result<Vec<ValueId>, ImportError> {
-        let place = self.place(path);
-        Ok(self.graph.add(kind, inputs, place)?)
+        Ok(self
+            .graph
+            .add(kind, inputs, Place::forward(path, self.layer))?)
     }
     /// Adds an op and returns its first result.
     fn op(
@@ -152,7 +144,7 @@ impl Builder {
     /// Adds one to the gain of the norm at `path`, which files hold less one.
     fn centred(&mut self, path: &str, gain: ValueId) -> Result<ValueId, ImportError> {
         let ty = TensorType::new(DType::F32, Shape::fixed(&[]));
-        let place = self.place(format!("{path}.one"));
+        let place = Place::forward(format!("{path}.one"), self.layer);
         let one = OpKind::Constant { value: 1.0 };
         let one = self.graph.add_source(one, ty, place)?;
         self.add(format!("{path}.gain"), gain, one)
@@ -169,12 +161,17 @@ impl Builder {
         kind: InputKind,
         ty: TensorType,
     ) -> Result<ValueId, ImportError> {
-        let place = self.place(path);
-        Ok(self.graph.add_source(OpKind::Input { kind }, ty, place)?)
+        Ok(self
+            .graph
+            .add_source(OpKind::Input { kind }, ty, Place::forward(path, self.layer))?)
     }
-    /// Returns a parameter of the table, which its first use declares.
+    /// Declares a parameter of the table; in a layer that uses those of another one, returns that.
     fn param(&mut self, path: &str) -> Result<ValueId, ImportError> {
-        if let Some(&value) = self.declared.get(path) {
+        let of_other = self.parameters_of.as_ref().and_then(|(own, other)| {
+            let rest = path.strip_prefix(own.as_str())?;
+            Some(format!("{other}{rest}"))
+        });
+        if let Some(&value) = of_other.and_then(|path| self.declared.get(&path)) {
             return Ok(value);
         }
         let param = self
@@ -209,14 +206,13 @@ impl Builder {
     }
     /// Applies dropout to `x`; at probability zero returns `x` itself.
     fn dropout(&mut self, path: &str, x: ValueId) -> Result<ValueId, ImportError> {
-        let key = self.place(path).path;
         match self.options.dropout {
             0.0 => Ok(x),
             p => self.op(
                 path,
                 OpKind::Dropout {
                     p,
-                    key,
+                    key: path.into(),
                     order: ir::op::SequenceOrder::Natural,
                 },
                 &[x],
@@ -257,9 +253,10 @@ impl Builder {
         x: ValueId,
         table: Option<ValueId>,
     ) -> Result<ValueId, ImportError> {
-        let table = match table {
+        const HEAD: &str = "head.lm_head.weight";
+        let table = match table.or_else(|| self.declared.get(HEAD).copied()) {
             Some(table) => table,
-            None => self.param("head.lm_head.weight")?,
+            None => self.param(HEAD)?,
         };
         self.dot(format!("{scope}.logits"), "bsh,vh->bsv", x, table)
     }

@@ -7,6 +7,7 @@
 use super::GATE_SCALES;
 use super::document::Fields;
 use crate::ImportError;
+use ir::counted;
 use ir::op::MOST_FURTHER;
 
 /// The modules that predict further tokens.
@@ -24,6 +25,7 @@ pub(crate) struct FurtherConfig {
 const LOSS_SCALE: f64 = 0.1;
 const MODULES: &str = "num_nextn_predict_layers";
 const DEPTH: &str = "mtp_num_layers";
+const SCALE: &str = "mtp_loss_scaling_factor";
 const REPEATED: &str = "mtp_use_repeated_layer";
 
 /// Reads the modules; none where their number is 0 or not there.
@@ -39,13 +41,17 @@ pub(super) fn read(f: &mut Fields) -> Result<Option<FurtherConfig>, ImportError>
         (modules, other) => modules.or(other).unwrap_or(0),
     };
     let depth = f.nullable_integer(DEPTH, range)?;
-    let is_repeated = f.boolean(REPEATED)?.unwrap_or(false);
-    let loss_scale = f.number("mtp_loss_scaling_factor", GATE_SCALES)?;
+    let is_repeated = f.has(REPEATED) && f.boolean(REPEATED)?.unwrap_or(false);
+    let loss_scale = match f.has(SCALE) {
+        true => f.number(SCALE, GATE_SCALES)?,
+        false => None,
+    };
     if modules == 0 {
         return match depth.unwrap_or(0) {
             0 => Ok(None),
             n => {
-                let problem = format!("{n} further tokens without a module that predicts them");
+                let tokens = counted(n, "further token");
+                let problem = format!("{tokens} without a module that predicts them");
                 Err(f.contradiction(DEPTH, MODULES, problem))
             }
         };
@@ -56,9 +62,8 @@ pub(super) fn read(f: &mut Fields) -> Result<Option<FurtherConfig>, ImportError>
     }
     let depth = depth.unwrap_or(modules);
     if depth < modules || depth > modules && !is_repeated {
-        let problem = format!(
-            "{depth} further tokens of {modules} modules; with `{REPEATED}` true one module predicts all"
-        );
+        let (tokens, of) = (counted(depth, "further token"), counted(modules, "module"));
+        let problem = format!("{tokens} of {of}; with `{REPEATED}` true one module predicts all");
         return Err(f.contradiction(DEPTH, MODULES, problem));
     }
     Ok(Some(FurtherConfig {

@@ -166,6 +166,12 @@ pub(super) fn read_nemotron_h(mut f: Fields) -> Result<HybridConfig, ImportError
     let blocks = blocks(&mut f)?;
     let further = further::read(&mut f)?;
     let further_blocks = further_blocks(&mut f, further.is_some())?;
+    let more = further.map_or(0, |f| f.depth) * further_blocks.len() as u64;
+    if blocks.len() as u64 + more > *LAYERS.end() {
+        let (n, most) = (blocks.len(), LAYERS.end());
+        let problem = format!("{n} blocks and {more} for further tokens; at most {most} in all");
+        return Err(f.error("num_nextn_predict_layers", problem));
+    }
     let heads = f.required("num_attention_heads", HEADS)?;
     let kv_heads = f.required("num_key_value_heads", HEADS)?;
     if !heads.is_multiple_of(kv_heads) {

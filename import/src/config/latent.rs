@@ -138,9 +138,27 @@ pub(super) fn read(mut f: Fields, version: Version) -> Result<LatentConfig, Impo
         Version::V2 => true,
         Version::V3 => f.boolean("rope_interleave")?.unwrap_or(true),
     };
+    let further = match version {
+        Version::V2 => {
+            let why = "DeepSeek-V2 has no modules for further tokens";
+            for name in ["num_nextn_predict_layers", "num_mtp_layers"] {
+                f.only(name, &[json!(0), Value::Null], why)?;
+            }
+            None
+        }
+        Version::V3 => further::read(&mut f)?,
+    };
+    let depth = further.map_or(0, |f| f.depth);
+    if layers + depth > *LAYERS.end() {
+        let problem = format!(
+            "{layers} and {depth} layers; at most {} in all",
+            LAYERS.end()
+        );
+        return Err(f.contradiction("num_hidden_layers", "num_nextn_predict_layers", problem));
+    }
     let config = LatentConfig {
         version,
-        experts: experts(&mut f, version, layers)?,
+        experts: experts(&mut f, version, (layers, depth))?,
         layers,
         heads,
         hidden,
@@ -154,7 +172,7 @@ pub(super) fn read(mut f: Fields, version: Version) -> Result<LatentConfig, Impo
         value_dim,
         interleaved,
         sparse: sparse::read(&mut f)?,
-        further: further::read(&mut f)?,
+        further,
         scale: found.score_scale.powi(2) / ((turned + still) as f64).sqrt(),
         activation: activation(&mut f, "hidden_act", "silu")?,
         epsilon: f.number("rms_norm_eps", EPSILONS)?.unwrap_or(1e-6),
@@ -193,7 +211,7 @@ fn check_fixed(f: &mut Fields) -> Result<(), ImportError> {
 fn experts(
     f: &mut Fields,
     version: Version,
-    layers: u64,
+    (layers, depth): (u64, u64),
 ) -> Result<Option<ExpertsConfig>, ImportError> {
     let first = f.integer("first_k_dense_replace", 0..=*LAYERS.end())?;
     let dense = match (first, version) {
@@ -236,7 +254,8 @@ fn experts(
         Version::V3 => 2.5,
     };
     let gate_scale = f.number("routed_scaling_factor", GATE_SCALES)?;
-    if dense >= layers {
+    // Modules behind the last layer have experts whatever the layers have.
+    if dense >= layers && depth == 0 {
         return Ok(None);
     }
     Ok(Some(ExpertsConfig {
@@ -247,7 +266,7 @@ fn experts(
         choice_bias: version == Version::V3,
         normalize,
         gate_scale: gate_scale.unwrap_or(default_scale),
-        dense: (0..dense).collect(),
+        dense: (0..dense.min(layers)).collect(),
         ..ExpertsConfig::plain(count, intermediate)
     }))
 }

@@ -44,6 +44,7 @@ impl Weights {
         let mut stored = strip_prefixes(path, config, files::open(path)?)?;
         check_plain(&stored)?;
         let (mut params, mut missing) = (BTreeMap::new(), Vec::new());
+        let mut is_whole_without_modules = true;
         // A tensor may hold several parameters.
         let mut used = BTreeSet::new();
         for param in config.params() {
@@ -57,16 +58,20 @@ impl Weights {
                         used.insert(key.to_string());
                     }
                     None if missing.contains(&wanted) => {}
-                    None => missing.push(wanted),
+                    None => {
+                        is_whole_without_modules &= param.path.starts_with("h.mtp.");
+                        missing.push(wanted);
+                    }
                 }
             }
             params.insert(param.path.clone(), (param, tensors));
         }
         stored.retain(|key, _| !used.contains(key));
         if !missing.is_empty() {
-            return Err(ImportError::MissingTensors {
-                file: path.into(),
-                tensors: missing,
+            let (file, tensors) = (path.into(), missing);
+            return Err(match is_whole_without_modules {
+                true => ImportError::MissingModules { file, tensors },
+                false => ImportError::MissingTensors { file, tensors },
             });
         }
         let weights = Weights { params };

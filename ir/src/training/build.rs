@@ -474,7 +474,7 @@ impl<'a> Builder<'a> {
             let user = self.graph.op(consumer);
             if user.layer != param.layer {
                 return Err(GraphError::Differentiate(format!(
-                    "parameter `{}` is used by `{}` in another layer than its own, and stages that update by themselves would give it two values; untie it (\"tie_word_embeddings\": false in config.json), or train with a schedule that updates once a step",
+                    "parameter `{}` is used by `{}` in another layer than its own, and stages that update by themselves would give it two values; untie it (\"tie_word_embeddings\": false in config.json; \"num_nextn_predict_layers\": 0 where a module for further tokens uses it), or train with a schedule that updates once a step",
                     param.path, user.path
                 )));
             }

@@ -27,7 +27,7 @@ mod shard;
 mod share;
 
 pub use background::{Background, Ended};
-pub use left::{Leaving, forget, is_left, salvage};
+pub use left::{Leaving, forget, is_left, place_of_left, salvage};
 pub use manifest::{Origin, restamped};
 pub(crate) use retention::Whole;
 pub use retention::step_of;
@@ -39,6 +39,7 @@ pub(crate) use share::{Lost, shares, shares_of};
 use crate::error::RuntimeError;
 use crate::execute::{Local, Session};
 use crate::files::{self, Unfinished};
+use ir::Task;
 use ir::text::ParseError;
 use manifest::{Facts, Manifest};
 use serde::{Deserialize, Serialize};
@@ -522,10 +523,11 @@ impl Checkpoint {
         reader.finish()
     }
 
-    /// Whether it is of this model (the text of a forward graph), where it says so.
+    /// Whether it is of this model (the text of a forward graph), which goes on with that task, where
+    /// it says so.
     ///
     /// Fails with the first difference.
-    pub fn check_model(&self, model: &str) -> Result<(), RuntimeError> {
+    pub fn check_model(&self, model: &str, task: Task) -> Result<(), RuntimeError> {
         let Some(origin) = self.origin.as_ref().filter(|o| o.model != model) else {
             return Ok(());
         };
@@ -533,7 +535,7 @@ impl Checkpoint {
             let broken = |e: ParseError| problem(&self.path, format!("its model: {e}"));
             ir::text::parse(text).map_err(broken)
         };
-        match ir::likeness::difference(&parse(&origin.model)?, &parse(model)?) {
+        match ir::likeness::difference(&parse(&origin.model)?, &parse(model)?, task) {
             None => Ok(()),
             Some(difference) => Err(RuntimeError::OtherModel {
                 path: self.path.clone(),

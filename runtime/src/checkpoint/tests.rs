@@ -420,7 +420,9 @@ fn single_files_are_read() {
     for at in [dir.path(), &path] {
         let checkpoint = find(at).unwrap().checkpoint;
         assert_eq!((checkpoint.step(), checkpoint.origin()), (17, None));
-        checkpoint.check_model("anything").unwrap();
+        checkpoint
+            .check_model("anything", ir::Task::Training)
+            .unwrap();
         for part in split(&[4, 3], 1, 2) {
             assert_eq!(read(&checkpoint, "w", &part), cut(&full, &part));
         }

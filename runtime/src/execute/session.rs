@@ -1132,11 +1132,11 @@ pub(crate) fn check_batch(
             spec.global_batch
         )));
     }
-    let further = 1 + further;
-    let wanted = spec.sequence.saturating_add(further);
+    let behind = 1 + further;
+    let wanted = spec.sequence.saturating_add(behind);
     match batch.iter().find(|s| s.len() as u64 != wanted) {
         Some(s) => Err(RuntimeError::Batch(format!(
-            "a sample of {} tokens, expected {} + {further}",
+            "a sample of {} tokens, expected {} + {behind}",
             s.len(),
             spec.sequence
         ))),

@@ -2,7 +2,7 @@
 
 use super::Letter;
 use super::lines::{Asked, Inbox};
-use crate::checkpoint::{Checkpoint, Leaving, Origin};
+use crate::checkpoint::{Checkpoint, Leaving, Origin, Whole};
 use crate::error::RuntimeError;
 use crate::execute::message::{Reply, Request};
 use crate::execute::session::{Cast, SessionOptions};
@@ -21,6 +21,12 @@ const LOOK: Duration = Duration::from_millis(500);
 const LAST_REQUEST: Duration = Duration::from_secs(15);
 /// How long a rank has to say at which step it is when process 0 is lost.
 const LAST_WORDS: Duration = Duration::from_secs(3);
+
+/// How long no more room may be seen while another process has a checkpoint go: one large file is
+/// removed in a second or two.
+const TO_CLEAR: Duration = Duration::from_secs(3);
+/// How long is waited before states are written once more.
+const AGAIN: Duration = Duration::from_millis(200);
 
 /// How long the ends of other processes may take to be heard behind that of process 0.
 const NEWS: Duration = Duration::from_millis(200);
@@ -157,8 +163,9 @@ pub fn serve(
 }
 
 /// Has this process' ranks write their share of the states, where those that are left without the
-/// lost ones have all of them. Where that fails it is tried once more, as the disk may have room by
-/// then. What is not whole is found by who goes on.
+/// lost ones have all of them. Where that fails it is tried again while the disk gets more room, as
+/// another one of them may be having the checkpoints go that were in the way. What is not whole is
+/// found by who goes on.
 fn leave(
     leaves: &Leaving,
     program: &Program,
@@ -188,39 +195,80 @@ fn leave(
             Ok(_) => {}
         }
     }
-    // Those that have left nothing yet, and why the first of them has not.
-    let try_all = |ranks: &[Rank]| -> Option<(Vec<Rank>, RuntimeError)> {
-        if let Err(e) = leaves.make_place() {
-            return Some((ranks.to_vec(), e));
+    let try_all = |ranks: &[Rank]| -> Option<Unleft> {
+        if let Err(why) = leaves.make_place() {
+            let (failed, silent) = (ranks.to_vec(), Vec::new());
+            return Some(Unleft {
+                failed,
+                silent,
+                why,
+            });
         }
         for rank in ranks {
             let states = shares.get(rank).cloned().unwrap_or_default();
             crew.tell(*rank, Request::Save(leaves.place(), states));
         }
         let until = Instant::now() + patience;
-        let mut failed: Option<(Vec<Rank>, RuntimeError)> = None;
-        for _ in ranks {
+        let (mut silent, mut failed, mut first) = (ranks.to_vec(), Vec::new(), None);
+        while !silent.is_empty() {
             let heard = answers.recv_timeout(until.saturating_duration_since(Instant::now()));
             let Ok((rank, reply)) = heard else {
-                return None;
+                break;
             };
             let Reply::Shard(shard) = reply else {
                 continue;
             };
+            silent.retain(|r| *r != rank);
             let step = steps.get(&rank).copied().unwrap_or(0);
             let note = |shard| leaves.note(origin(step), writers.clone(), (rank, shard));
             if let Err(e) = shard.and_then(note) {
                 leaves.take_back(rank);
-                failed.get_or_insert((Vec::new(), e)).0.push(rank);
+                failed.push(rank);
+                first.get_or_insert(e);
             }
         }
-        failed
+        let is_late = !silent.is_empty();
+        let why = first.or_else(|| is_late.then(|| late(leaves, patience)))?;
+        Some(Unleft {
+            failed,
+            silent,
+            why,
+        })
     };
-    let Some((failed, why)) = try_all(&ranks) else {
-        return;
-    };
-    leaves.make_room(&why);
-    if let Some((failed, why)) = try_all(&failed) {
-        leaves.give_up(&failed, &why);
+    let until = Instant::now() + patience;
+    // Verified once: to read a checkpoint takes long.
+    let whole = Whole::default();
+    let (mut ranks, mut most, mut seen) = (ranks, 0, Instant::now());
+    while let Some(unleft) = try_all(&ranks) {
+        let (room, now) = (leaves.room(), Instant::now());
+        if room > most {
+            (most, seen) = (room, now);
+        }
+        let may_help = unleft.silent.is_empty() && unleft.why.is_of_files();
+        if !may_help || now > until || now - seen > TO_CLEAR {
+            leaves.give_up(&[unleft.failed, unleft.silent].concat(), &unleft.why);
+            return;
+        }
+        leaves.make_room(&whole, &unleft.why);
+        std::thread::sleep(AGAIN);
+        ranks = unleft.failed;
+    }
+}
+
+/// Ranks that have left nothing.
+struct Unleft {
+    /// Those that could not.
+    failed: Vec<Rank>,
+    /// Those that have not said whether they could.
+    silent: Vec<Rank>,
+    /// The first reason.
+    why: RuntimeError,
+}
+
+/// The error of ranks that take too long.
+fn late(leaves: &Leaving, patience: Duration) -> RuntimeError {
+    RuntimeError::Checkpoint {
+        path: leaves.place(),
+        problem: format!("not written within {} s", patience.as_secs()),
     }
 }

@@ -3,14 +3,15 @@
 use std::collections::BTreeSet;
 use std::fs::read_to_string;
 
-/// Those of a process, by their numbers; none where the system does not say.
-pub(super) fn of(pid: u32) -> Option<BTreeSet<u32>> {
+/// The numbers of the processors that a process may use; none where the system does not say.
+fn of(pid: u32) -> Option<BTreeSet<u32>> {
     let status = read_to_string(format!("/proc/{pid}/status")).ok()?;
     let mut lines = status.lines();
     listed(lines.find_map(|l| l.strip_prefix("Cpus_allowed_list:"))?)
 }
 
-/// How many processes have together, this one among them. One with a quota counts its own alone.
+/// The number of processors that these processes and this one may use together. A process that has
+/// a quota of time counts its own alone.
 pub(super) fn of_all(pids: impl Iterator<Item = u32>) -> usize {
     let own = std::thread::available_parallelism().map_or(1, |n| n.get());
     match of(std::process::id()) {
@@ -22,7 +23,7 @@ pub(super) fn of_all(pids: impl Iterator<Item = u32>) -> usize {
     }
 }
 
-/// Numbers and ranges of them, as in `0-3,8`.
+/// Reads a list of numbers and ranges of numbers, as in `0-3,8`; none where it is no such list.
 fn listed(text: &str) -> Option<BTreeSet<u32>> {
     let range = |part: &str| {
         let (first, last) = part.split_once('-').unwrap_or((part, part));

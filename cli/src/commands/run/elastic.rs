@@ -99,6 +99,15 @@ pub fn check(args: &RunArgs, loaded: &Loaded) -> Result<(), Failure> {
     }
 }
 
+/// The processes with which a run went on last, and how often it had lost some by then, by the file
+/// that told it so: its journal may not have been written, as on a full disk. Nothing where there is
+/// no such file, or it is another run's.
+pub fn went_on_with(args: &RunArgs, run: &str) -> Option<(usize, u32)> {
+    let text = files::read_text(&file(args), "continuation", files::SMALL).ok()?;
+    let c: Continued = serde_json::from_str(&text).ok()?;
+    (c.run.as_deref() == Some(run)).then_some((c.processes, c.losses))
+}
+
 /// Where a part of a run began, and how far it came.
 pub struct SoFar {
     /// The step at which it began.

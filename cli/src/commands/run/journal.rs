@@ -12,6 +12,7 @@ use crate::interrupt::{Interrupts, Made};
 use crate::plan_file::{self, Loaded};
 use crate::{document, files, outputs, report};
 use ir::counted;
+use runtime::RuntimeError;
 use runtime::checkpoint::{Rescued, Unrescued};
 use runtime::record::{self, Doing};
 use serde::{Deserialize, Serialize};
@@ -208,6 +209,29 @@ impl Journal {
         ))
     }
 
+    /// The failure of a run whose ranks left all states, which no checkpoint can be made of as yet: to
+    /// go on from an older one would lose steps that room may save.
+    fn unsalvaged(&self, folder: &Path, e: &RuntimeError) -> Failure {
+        let left = runtime::checkpoint::place_of_left(folder);
+        let what = format!(
+            "the run of {} is not done: the ranks that were left had left all states, but no checkpoint can be made of these: {e}; they stay in {}",
+            folder.join(NAME).display(),
+            left.display()
+        );
+        Failure::new(Exit::BadInput, what).help(format!(
+            "{}; to go on from an older checkpoint instead, remove {}",
+            elastic::ROOM,
+            left.display()
+        ))
+    }
+
+    /// Takes the counts of a part of the run that went on when the journal could not be written.
+    fn catch_up(&mut self, found: Option<(usize, u32)>) {
+        if let Some((processes, losses)) = found.filter(|(_, losses)| *losses > self.losses) {
+            (self.processes, self.losses) = (processes, losses);
+        }
+    }
+
     /// The newest checkpoint of the run, and those that are passed over. One that was just made of
     /// what ranks left was verified then, and is not read for it again.
     fn newest(&self, folder: &Path, salvaged: Option<&Result<Rescued, Unrescued>>) -> Newest {
@@ -300,6 +324,7 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
             folder.display()
         ));
     }
+    journal.catch_up(elastic::went_on_with(args, &journal.run));
     let before = journal.planned.clone();
     let processes = match args.after_loss {
         0 => setting.counts(journal.began.ranks).0,
@@ -321,6 +346,11 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
     // Ranks may have left what they had in memory, of a later step than the newest checkpoint is.
     let kept = usize::from(args.checkpoints_kept);
     let salvaged = runtime::checkpoint::salvage(folder, kept, &journal.run);
+    if let Some(Err(Unrescued::Unwritten(e))) = &salvaged
+        && runtime::checkpoint::is_left(folder)
+    {
+        return Err(journal.unsalvaged(folder, e));
+    }
     // A run that was asked to end, and did, has lost nothing.
     let lost_at_ms =
         last_seen(args).filter(|_| processes < before.processes || args.after_loss > 0);
@@ -527,17 +557,14 @@ impl Part {
 mod tests {
     use super::*;
 
-    /// Each shard that ranks left was read when it was made a checkpoint; that of an hour's training
-    /// takes minutes to read.
-    #[test]
-    fn what_was_salvaged_is_not_read_again() {
+    fn journal() -> Journal {
         let part = Part {
             plan: "plan.json".into(),
             hash: "0".into(),
             ranks: 2,
             processes: 2,
         };
-        let journal = Journal {
+        Journal {
             is_done: false,
             job: BTreeMap::new(),
             began: part.clone(),
@@ -548,7 +575,28 @@ mod tests {
             total_steps: None,
             run: "1f".into(),
             losses: 1,
+        }
+    }
+
+    /// A full disk may have had no room for the journal when the run went on.
+    #[test]
+    fn counts_are_those_of_the_part_that_went_on_last() {
+        let counts = |found| {
+            let mut journal = journal();
+            journal.catch_up(found);
+            (journal.processes, journal.losses)
         };
+        assert_eq!(counts(Some((1, 2))), (1, 2));
+        // That of an earlier part.
+        assert_eq!(counts(Some((4, 1))), (2, 1));
+        assert_eq!(counts(None), (2, 1));
+    }
+
+    /// Each shard that ranks left was read when it was made a checkpoint; that of an hour's training
+    /// takes minutes to read.
+    #[test]
+    fn what_was_salvaged_is_not_read_again() {
+        let journal = journal();
         // Nobody could read this one.
         let path = PathBuf::from("/nowhere/0003-step-9");
         let salvaged = Ok(Rescued {
