@@ -1012,9 +1012,9 @@ fn state_spaces_are_those_of_the_single_device() {
     check(&Case::load("nemotron_h"), 4, &[], false);
 }
 
-/// Modules that predict further tokens: what they read beside the stage before, the embedding of another
-/// stage and the head's input, in every kind of plan; one module in several turns; with the head tied to
-/// the embedding, so that a table has three users.
+/// Modules that predict further tokens: what they read beside the stage before, the embedding of
+/// another stage and the head's input, in every kind of plan; one module in several turns; with the
+/// head tied to the embedding, so that a table has three users.
 #[test]
 fn further_tokens_are_those_of_the_single_device() {
     let sharded = "data=2 tensor=2 pipeline=1 zero=3 microbatch=4 recompute=selective";

@@ -248,8 +248,8 @@ impl Model {
         }
     }
 
-    /// Builds the forward graph of samples of so many tokens, in which `task` needs no part of the model
-    /// that only training has.
+    /// Builds the forward graph of samples of so many tokens, in which `task` needs no part of the
+    /// model that only training has.
     pub fn graph(self, sequence: u64, dropout: f64, task: Task) -> Result<Graph, Failure> {
         match self {
             Model::Config(c) => {

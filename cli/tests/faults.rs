@@ -487,8 +487,8 @@ fn old_checkpoints_make_room_for_new_ones() {
 }
 
 /// Runs of an elastic training of two replicas, of which one is killed on a disk that is full: the
-/// arguments are the process, and the number of checkpoints that are there then. The same command is
-/// given again once there is room, where the run says that it needs some.
+/// arguments are the process, and the number of checkpoints that are there then. The same command
+/// is given again once there is room, where the run says that it needs some.
 const LOSS_ON_A_FULL_DISK: &str = r#"
     "$1" run plan.json --data text.txt --steps 1 --checkpoint one -o one.json || exit 98
     size=$(du -sk one/0001-step-1 | cut -f1)

@@ -85,9 +85,9 @@ fn a_trained_checkpoint_is_evaluated() {
     assert!((loss - next).abs() < 1e-5 * next, "{loss} against {next}");
 }
 
-/// Modules that predict further tokens are trained, on samples with more tokens than others have, and left
-/// out of inference, to which a checkpoint of the training goes all the same; one without them does not go
-/// on as one with them.
+/// Modules that predict further tokens are trained, on samples with more tokens than others have,
+/// and left out of inference, to which a checkpoint of the training goes all the same; one without
+/// them does not go on as one with them.
 #[test]
 fn modules_for_further_tokens_are_of_training_alone() {
     let place = Place::new();
@@ -167,6 +167,8 @@ fn modules_for_further_tokens_are_of_training_alone() {
         "schedule=pipedream",
         "--pin",
         "pipeline=2",
+        "--pin",
+        "microbatch=2",
         "--ranks",
         "2",
     ];

@@ -59,7 +59,8 @@ const FIELDS: [(&str, &str, &str, &str); 17] = [
 
 impl ModelConfig {
     /// Finds where this model differs from a plan's, of which `graph` is the forward graph and
-    /// samples have `sequence` tokens and which is for that task; `None` where it is the plan's model.
+    /// samples have `sequence` tokens and which is for that task; `None` where it is the plan's
+    /// model.
     pub fn difference(
         &self,
         graph: &Graph,

@@ -327,8 +327,8 @@ const DEEPSEEK: ExpertNames = ExpertNames {
     ..QWEN
 };
 
-/// Adds the router and the experts of a layer, of a model as wide as `h`; `(layer, stored)` is where it
-/// is here and in files.
+/// Adds the router and the experts of a layer, of a model as wide as `h`; `(layer, stored)` is
+/// where it is here and in files.
 fn experts(
     t: &mut Table,
     (h, normal): (u64, Init),
@@ -522,8 +522,8 @@ impl Table {
             self.add(&name, &c.grouped(channels), &name, &[channels], init);
         }
     }
-    /// Adds a square `Linear` without biases whose inputs are number `part` of the `parts` that one matrix
-    /// in files has side by side.
+    /// Adds a square `Linear` without biases whose inputs are number `part` of the `parts` that one
+    /// matrix in files has side by side.
     fn linear_beside(
         &mut self,
         (ours, theirs): (String, String),

@@ -506,8 +506,9 @@ fn deepseek_is_read_as_it_is_published() {
     assert!((mlp..mlp + 61 * 200_000_000 + 2_000_000_000).contains(&dense.n_parameters()));
 }
 
-/// A module of DeepSeek-V3 has a layer like the last, two norms more, a matrix of twice the width, and a
-/// norm behind: 11.5 billion parameters, of which the published 14 count embedding and head as well.
+/// A module of DeepSeek-V3 has a layer like the last, two norms more, a matrix of twice the width,
+/// and a norm behind: 11.5 billion parameters, of which the published 14 count embedding and head
+/// as well.
 #[test]
 fn modules_for_further_tokens_are_read() {
     let n = |changes| parse(deepseek(3), changes).unwrap();

@@ -173,8 +173,8 @@ fn experts_are_stacked() {
     assert!(text.contains("experts.4.w1.weight"), "{text}");
 }
 
-/// The matrix that joins embeddings and what the model gave; copies of the embedding and the head, which
-/// published files have with each module, are passed over, and nothing else is.
+/// The matrix that joins embeddings and what the model gave; copies of the embedding and the head,
+/// which published files have with each module, are passed over, and nothing else is.
 #[test]
 fn modules_for_further_tokens_are_layers_behind_the_last() {
     let case = "deepseek_v3_further";
@@ -210,11 +210,11 @@ fn modules_for_further_tokens_are_layers_behind_the_last() {
     );
     // A file that has all else says so.
     let without = open_changed(case, |t| {
-        t.retain(|name, _| !name.contains(".2.") && !name.contains(".3."))
+        t.retain(|name, _| !name.contains("layers.2.") && !name.contains("layers.3."))
     });
     let text = without.unwrap_err();
     assert!(
-        text.contains("the file has none: no model.layers.2."),
+        text.contains("the file has none: no `model.layers.2."),
         "{text}"
     );
     // Without them in the configuration the file is that of the model alone.

@@ -1,9 +1,9 @@
 //! Whether two forward graphs are one model: the same parameters, put through the same
 //! mathematics.
 //!
-//! Ops are matched by path, and their kinds, attributes and the shapes of states compared. Left
-//! out is what one model is trained with in several ways: the length of the sequence and the order
-//! that it is stored in, dropout, the slots of experts, how much the losses of further tokens count,
+//! Ops are matched by path, and their kinds, attributes and the shapes of states compared. Left out
+//! is what one model is trained with in several ways: the length of the sequence and the order that
+//! it is stored in, dropout, the slots of experts, how much the losses of further tokens count,
 //! layouts, initial values.
 
 use crate::{Graph, Op, OpKind, Task};

@@ -10,7 +10,8 @@ use serde_json::Value;
 /// The cell that names the built-in model of a row; no table has it.
 pub const CONFIG: &str = "built_in_config";
 
-/// The blocks of a module that predicts further tokens: attention and experts, in every published one.
+/// The blocks of a module that predicts further tokens: attention and experts, in every published
+/// one.
 const FURTHER_BLOCKS: &str = "*E";
 
 /// Sizes of a configuration by column, for what else of a row depends on them.

@@ -31,8 +31,8 @@ pub struct Case {
     pub train: TrainSpec,
     /// Learning rate.
     pub lr: f64,
-    /// Batches of samples of `sequence + 1` tokens and those further ones that the model predicts, one per
-    /// step.
+    /// Batches of samples of `sequence + 1` tokens and those further ones that the model predicts,
+    /// one per step.
     pub batches: Vec<Vec<Vec<u32>>>,
     /// The results of PyTorch.
     pub reference: Value,

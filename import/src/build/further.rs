@@ -9,13 +9,13 @@
 //! token i + k ─ embedding ─ embed_norm ─ embed_proj ─────────────────── add ─ block ─ norm ─ head
 //! ```
 //!
-//! Files have the two projections side by side in one matrix (`eh_proj`). Embedding and head are the
-//! model's. The loss is that of the next tokens plus `loss_scale` times the mean of the further ones'.
-//! A sample has as many tokens more as are predicted further on, so that every position counts
-//! (Megatron-Core leaves a sample's last ones out).
+//! Files have the two projections side by side in one matrix (`eh_proj`). Embedding and head are
+//! the model's. The loss is that of the next tokens plus `loss_scale` times the mean of the further
+//! ones'. A sample has as many tokens more as are predicted further on, so that every position
+//! counts (Megatron-Core leaves a sample's last ones out).
 //!
-//! Modules are layers `h.mtp.0`, .., so that patterns which mean all layers (`h.*`) mean them too. Where
-//! one predicts all further tokens, its turns are one layer.
+//! Each further token has a layer, `h.mtp.0`, .., so that patterns which mean all layers (`h.*`) mean
+//! these too. Where one module predicts all, the layers behind the first use its parameters.
 
 use super::Builder;
 use crate::ImportError;
@@ -37,8 +37,8 @@ pub(super) trait Parts {
     ) -> Result<ValueId, ImportError>;
 }
 
-/// Adds what stands behind the last layer, whose result is `x`: modules where there are any, and the
-/// head. `table` is the embedding's, and `is_tied` says that the head uses it too.
+/// Adds what stands behind the last layer, whose result is `x`: modules where there are any, and
+/// the head. `table` is the embedding's, and `is_tied` says that the head uses it too.
 pub(super) fn finish(
     b: &mut Builder,
     parts: &impl Parts,

@@ -7,8 +7,8 @@
 //! The graph's one output, `nll_sum`, is the sum of the negative log-likelihoods of a
 //! microbatch's labels; the training graph divides by the tokens of the global batch.
 //!
-//! Modules that predict further tokens are layers `h.mtp.0`, .. before the head, and have tokens and
-//! labels of their own; the output is `head.mtp.total` then, with their losses (see `further`).
+//! Modules that predict further tokens are layers `h.mtp.0`, .. before the head, and have tokens
+//! and labels of their own; the output is `head.mtp.total` then, with their losses (see `further`).
 //!
 //! Dropout stands where the published models have it (GPT-2: embedding, attention weights,
 //! both residual branches; Llama: attention weights), with one probability for all.
@@ -79,7 +79,8 @@ struct Builder {
     /// The values of the parameters that are declared, by path.
     declared: BTreeMap<String, ValueId>,
     layer: LayerId,
-    /// Where the paths of a layer begin that uses the parameters of another one, and where those do.
+    /// Where the paths of a layer begin that uses the parameters of another one, and where those
+    /// do.
     parameters_of: Option<(String, String)>,
     options: BuildOptions,
 }

@@ -1,8 +1,9 @@
 //! Multi-token prediction: modules behind the last layer that predict further tokens (DeepSeek-V3,
 //! DeepSeek 2024, section 2.2).
 //!
-//! Files of DeepSeek and Nemotron say how many modules there are. How often the only one is used, and
-//! how much its losses count, they do not: those fields have Megatron-Core's names and defaults here.
+//! Files of DeepSeek and Nemotron say how many modules there are. How often the only one is used,
+//! and how much its losses count, they do not: those fields have Megatron-Core's names and defaults
+//! here.
 
 use super::GATE_SCALES;
 use super::document::Fields;

@@ -298,7 +298,8 @@ fn blocks(f: &mut Fields) -> Result<Vec<Mixer>, ImportError> {
     Ok(blocks)
 }
 
-/// Reads the order of the mixers of a module that predicts further tokens; none where no module does.
+/// Reads the order of the mixers of a module that predicts further tokens; none where no module
+/// does.
 fn further_blocks(f: &mut Fields, is_there: bool) -> Result<Vec<Mixer>, ImportError> {
     const WORDS: &str = "mtp_layers_block_type";
     const PATTERN: &str = "mtp_hybrid_override_pattern";

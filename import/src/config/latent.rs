@@ -61,8 +61,8 @@ pub struct LatentConfig {
     pub(crate) interleaved: bool,
     /// The blocks that attention sees.
     pub(crate) sparse: Option<Blocks>,
-    /// The modules that predict further tokens: a norm of what they predict from and one of the next
-    /// token's embedding, their projections, and a layer like the last.
+    /// The modules that predict further tokens: a norm of what they predict from and one of the
+    /// next token's embedding, their projections, and a layer like the last.
     pub(crate) further: Option<FurtherConfig>,
     /// The factor of the scores.
     pub(crate) scale: f64,

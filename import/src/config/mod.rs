@@ -602,8 +602,8 @@ impl ModelConfig {
         }
         Ok(self)
     }
-    /// Returns the same model without the modules that predict further tokens, which inference does not
-    /// use.
+    /// Returns the same model without the modules that predict further tokens, which inference does
+    /// not use.
     pub fn without_further_tokens(mut self) -> Self {
         match &mut self {
             ModelConfig::Latent(c) => c.further = None,
@@ -615,7 +615,8 @@ impl ModelConfig {
         }
         self
     }
-    /// Returns how many tokens behind the next one the model predicts as well (multi-token prediction).
+    /// Returns how many tokens behind the next one the model predicts as well (multi-token
+    /// prediction).
     pub fn further_tokens(&self) -> u64 {
         self.further().map_or(0, |f| f.depth)
     }
@@ -630,8 +631,8 @@ impl ModelConfig {
             | ModelConfig::WideResnet(_) => None,
         }
     }
-    /// Returns the number of transformer layers, or of residual blocks; modules that predict further
-    /// tokens do not count.
+    /// Returns the number of transformer layers, or of residual blocks; modules that predict
+    /// further tokens do not count.
     pub fn n_layers(&self) -> u64 {
         match self {
             ModelConfig::Gpt2(c) => c.layers,

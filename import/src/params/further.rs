@@ -1,8 +1,8 @@
 //! The parameters of modules that predict further tokens.
 //!
-//! Files have in one matrix what the embedding and what the module before gives are multiplied by, the
-//! embedding first. Copies of the model's embedding and head, which some files have with each module, are
-//! not read.
+//! Files have in one matrix what the embedding and what the module before gives are multiplied by,
+//! the embedding first. Copies of the model's embedding and head, which some files have with each
+//! module, are not read.
 
 use super::Table;
 use ir::op::Init;

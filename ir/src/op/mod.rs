@@ -124,8 +124,8 @@ impl InputKind {
             InputKind::FurtherLabels { by } => 1 + u64::from(by),
         }
     }
-    /// Returns how many tokens a sample has behind its last label, `sequence + 1 + further` in all, for
-    /// inputs of these kinds.
+    /// Returns how many tokens a sample has behind its last label, `sequence + 1 + further` in all,
+    /// for inputs of these kinds.
     pub fn further(kinds: impl IntoIterator<Item = InputKind>) -> u64 {
         let most = kinds.into_iter().map(InputKind::shift).max();
         most.unwrap_or(0).saturating_sub(1)

@@ -60,8 +60,9 @@ struct Param {
     prepared: ValueId,
     /// Results of the moments' `State` ops.
     moments: Vec<ValueId>,
-    /// Per use (consumer, operand), the accumulated gradient, of the uses of one layer together with
-    /// the last of them in the backward pass; that of the microbatch where each makes an update.
+    /// Per use (consumer, operand), the accumulated gradient, of the uses of one layer together
+    /// with the last of them in the backward pass; that of the microbatch where each makes an
+    /// update.
     accumulators: Vec<((OpId, usize), ValueId)>,
     /// Results of the update, the parameter, then its moments; none in inference.
     next: Vec<ValueId>,

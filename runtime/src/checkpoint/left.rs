@@ -141,8 +141,9 @@ pub fn forget(folder: &Path) {
 /// Makes a checkpoint of what ranks of `run` left in a folder of checkpoints, of which the newest `kept`
 /// stay. What was left is gone then. Nothing where nothing was left.
 ///
-/// Fails with the reason where it is not the whole state of a step, and is gone then, too; and where
-/// no checkpoint can be made of it, which [stays](is_left) for another try unless it is spoilt.
+/// Fails with the reason where it is not the whole state of a step, and is gone then, too; and
+/// where no checkpoint can be made of it, which [stays](is_left) for another try unless it is
+/// spoilt.
 pub fn salvage(folder: &Path, kept: usize, run: &str) -> Option<Result<Rescued, Unrescued>> {
     let place = folder.join(NAME);
     if !place.is_dir() {

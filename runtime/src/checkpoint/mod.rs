@@ -523,8 +523,8 @@ impl Checkpoint {
         reader.finish()
     }
 
-    /// Whether it is of this model (the text of a forward graph), which goes on with that task, where
-    /// it says so.
+    /// Whether it is of this model (the text of a forward graph), which goes on with that task,
+    /// where it says so.
     ///
     /// Fails with the first difference.
     pub fn check_model(&self, model: &str, task: Task) -> Result<(), RuntimeError> {

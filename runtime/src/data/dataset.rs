@@ -6,10 +6,10 @@
 //!   window i of a split, sequence length s:  tokens  i*s ..= i*s + s   of the split
 //! ```
 //!
-//! A window has `s + 1` tokens: inputs are the first `s`, targets the last `s`. Where a model predicts
-//! further tokens (multi-token prediction), it has `s + 1 + f`, those that follow. Inputs of
-//! different windows do not overlap, and no window crosses the line between the splits. A
-//! split of `n` tokens has `(n - 1 - f) / s` windows; up to `s - 1` tokens at its end are not used.
+//! A window has `s + 1` tokens: inputs are the first `s`, targets the last `s`. Where a model
+//! predicts further tokens (multi-token prediction), it has `s + 1 + f`, those that follow. Inputs
+//! of different windows do not overlap, and no window crosses the line between the splits. A split
+//! of `n` tokens has `(n - 1 - f) / s` windows; up to `s - 1` tokens at its end are not used.
 
 use super::error::DataError;
 use super::format::DataFormat;
@@ -121,8 +121,8 @@ impl Dataset {
         }
     }
 
-    /// The tokens of window `index` of `split`: inputs `[..seq]`, targets `[1..=seq]`, and the further
-    /// ones.
+    /// The tokens of window `index` of `split`: inputs `[..seq]`, targets `[1..=seq]`, and the
+    /// further ones.
     ///
     /// Fails as [`Dataset::read`] does.
     pub fn sample(&self, split: Split, index: u64, seq: usize) -> Result<Vec<u32>, DataError> {

@@ -590,8 +590,8 @@ impl Session {
         Ok(result)
     }
 
-    /// The same on a global batch: `sequence + 1` tokens per sample, and those further ones that the
-    /// program loads ([`Program::further`]).
+    /// The same on a global batch: `sequence + 1` tokens per sample, and those further ones that
+    /// the program loads ([`Program::further`]).
     pub fn step(
         &mut self,
         batch: &[Vec<u32>],

@@ -100,8 +100,8 @@ pub fn check(args: &RunArgs, loaded: &Loaded) -> Result<(), Failure> {
 }
 
 /// The processes with which a run went on last, and how often it had lost some by then, by the file
-/// that told it so: its journal may not have been written, as on a full disk. Nothing where there is
-/// no such file, or it is another run's.
+/// that told it so: its journal may not have been written, as on a full disk. Nothing where there
+/// is no such file, or it is another run's.
 pub fn went_on_with(args: &RunArgs, run: &str) -> Option<(usize, u32)> {
     let text = files::read_text(&file(args), "continuation", files::SMALL).ok()?;
     let c: Continued = serde_json::from_str(&text).ok()?;
@@ -271,7 +271,8 @@ pub fn none_whole(why: &str, damaged: &[String]) -> Failure {
     )
 }
 
-/// The failure of an elastic run that cannot write what it goes on with, and how it stands, in words.
+/// The failure of an elastic run that cannot write what it goes on with, and how it stands, in
+/// words.
 pub fn without_room(failure: Failure, standing: &str) -> Failure {
     let what = format!("{failure}; {standing}");
     failure.saying(what).help(ROOM)

@@ -209,8 +209,8 @@ impl Journal {
         ))
     }
 
-    /// The failure of a run whose ranks left all states, which no checkpoint can be made of as yet: to
-    /// go on from an older one would lose steps that room may save.
+    /// The failure of a run whose ranks left all states, which no checkpoint can be made of as yet:
+    /// to go on from an older one would lose steps that room may save.
     fn unsalvaged(&self, folder: &Path, e: &RuntimeError) -> Failure {
         let left = runtime::checkpoint::place_of_left(folder);
         let what = format!(
@@ -592,8 +592,8 @@ mod tests {
         assert_eq!(counts(None), (2, 1));
     }
 
-    /// Each shard that ranks left was read when it was made a checkpoint; that of an hour's training
-    /// takes minutes to read.
+    /// Each shard that ranks left was read when it was made a checkpoint; that of an hour's
+    /// training takes minutes to read.
     #[test]
     fn what_was_salvaged_is_not_read_again() {
         let journal = journal();
