@@ -383,8 +383,8 @@ impl<'a> Builder<'a> {
         })
     }
 
-    /// Gradient ops, and accumulators of the uses of parameters: one for those of a layer, whose
-    /// gradients are added in each microbatch.
+    /// Gradient ops, and accumulators of the uses of parameters: one for those of a layer by ops of
+    /// one kind, whose gradients are added in each microbatch.
     fn gradients(&mut self, loss: ValueId) -> Result<(), GraphError> {
         let seed = match &self.scale {
             Some(scale) => scale.value,
@@ -402,7 +402,7 @@ impl<'a> Builder<'a> {
         let leaves: BTreeSet<ValueId> = self.params.iter().map(|p| p.prepared).collect();
         let is_asynchronous = self.spec.minibatch.is_some();
         let mut left = uses_by_layer(&self.graph, &leaves);
-        let mut open: BTreeMap<(ValueId, Option<LayerId>), LeafUse> = BTreeMap::new();
+        let mut open: BTreeMap<UseKey, LeafUse> = BTreeMap::new();
         let mut uses = Vec::new();
         differentiate(
             &mut self.graph,
@@ -415,7 +415,7 @@ impl<'a> Builder<'a> {
                     uses.push((found.leaf, at, found.gradient));
                     return Ok(());
                 }
-                let key = (found.leaf, graph.op(found.consumer).layer);
+                let key = use_key(found.leaf, graph.op(found.consumer));
                 if let Some(before) = open.remove(&key) {
                     found.gradient = added(graph, &before, &found)?;
                 }
@@ -672,11 +672,16 @@ impl<'a> Builder<'a> {
     }
 }
 
+/// A leaf, the layer that uses it, and by which kind of op. Where a table is both looked up and
+/// multiplied by, each has an accumulator, as in models whose layers are not declared.
+type UseKey = (ValueId, Option<LayerId>, &'static str);
+
+fn use_key(leaf: ValueId, user: &Op) -> UseKey {
+    (leaf, user.layer, user.kind.name())
+}
+
 /// How often each layer uses a leaf.
-fn uses_by_layer(
-    graph: &Graph,
-    leaves: &BTreeSet<ValueId>,
-) -> BTreeMap<(ValueId, Option<LayerId>), usize> {
+fn uses_by_layer(graph: &Graph, leaves: &BTreeSet<ValueId>) -> BTreeMap<UseKey, usize> {
     let mut all = BTreeMap::new();
     for op in graph
         .ops()
@@ -684,7 +689,7 @@ fn uses_by_layer(
         .filter(|op| op.region == Region::Microbatch)
     {
         for &v in op.inputs.iter().filter(|v| leaves.contains(v)) {
-            *all.entry((v, op.layer)).or_default() += 1;
+            *all.entry(use_key(v, op)).or_default() += 1;
         }
     }
     all
