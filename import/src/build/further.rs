@@ -72,29 +72,24 @@ pub(super) fn finish(
     let labels = b.input("labels", InputKind::Labels)?;
     let logits = b.logits("head", main, tied)?;
     let next = b.nll_of("head", logits, labels, "nll_sum")?;
-    let mut sum = None;
+    let mut sums = Vec::new();
     for (x, k) in given.into_iter().zip(0u32..) {
         let scope = format!("head.mtp.{k}");
         let kind = InputKind::FurtherLabels { by: k + 1 };
         let labels = b.input(&format!("{scope}.labels"), kind)?;
         let logits = b.logits(&scope, x, tied)?;
-        let nll = b.nll_of(&scope, logits, labels, &format!("{scope}.nll_sum"))?;
-        sum = Some(match sum {
-            None => nll,
-            Some(sum) => b.add(format!("{scope}.add"), sum, nll)?,
-        });
+        sums.push(b.nll_of(&scope, logits, labels, &format!("{scope}.nll_sum"))?);
     }
-    let total = match sum {
-        None => next,
-        Some(sum) => {
-            let by = further.loss_scale / further.depth as f64;
-            let scale = OpKind::Unary {
-                f: Unary::Scale { by },
-            };
-            let sum = b.op("head.mtp.scale", scale, &[sum])?;
-            b.add("head.mtp.total", next, sum)?
-        }
+    let mut sum = sums[0];
+    for (k, &more) in sums.iter().enumerate().skip(1) {
+        sum = b.add(format!("head.mtp.{k}.add"), sum, more)?;
+    }
+    let by = further.loss_scale / further.depth as f64;
+    let scale = OpKind::Unary {
+        f: Unary::Scale { by },
     };
+    let sum = b.op("head.mtp.scale", scale, &[sum])?;
+    let total = b.add("head.mtp.total", next, sum)?;
     b.graph.outputs = vec![total];
     Ok(())
 }

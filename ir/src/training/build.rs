@@ -695,15 +695,20 @@ fn uses_by_layer(graph: &Graph, leaves: &BTreeSet<ValueId>) -> BTreeMap<UseKey, 
     all
 }
 
-/// Adds the gradients of two uses of a leaf in one layer.
-fn added(graph: &mut Graph, before: &LeafUse, next: &LeafUse) -> Result<ValueId, GraphError> {
-    let op = graph.op(next.consumer);
-    let place = Place {
-        path: format!("grad_uses.{}.{}", op.path, next.operand),
+/// The place of what is made of the gradient of a use.
+fn of_use(what: &str, graph: &Graph, found: &LeafUse) -> Place {
+    let op = graph.op(found.consumer);
+    Place {
+        path: format!("{what}.{}.{}", op.path, found.operand),
         pass: Pass::BW,
         region: Region::Microbatch,
         layer: op.layer,
-    };
+    }
+}
+
+/// Adds the gradients of two uses of a leaf in one layer.
+fn added(graph: &mut Graph, before: &LeafUse, next: &LeafUse) -> Result<ValueId, GraphError> {
+    let place = of_use("grad_uses", graph, next);
     let origin = Origin::Sum {
         of: graph.value(next.leaf).producer,
         result: 0,
@@ -714,13 +719,7 @@ fn added(graph: &mut Graph, before: &LeafUse, next: &LeafUse) -> Result<ValueId,
 
 /// Adds the accumulator of a gradient.
 fn accumulated(graph: &mut Graph, found: &LeafUse) -> Result<ValueId, GraphError> {
-    let op = graph.op(found.consumer);
-    let place = Place {
-        path: format!("accumulate.{}.{}", op.path, found.operand),
-        pass: Pass::BW,
-        region: Region::Microbatch,
-        layer: op.layer,
-    };
+    let place = of_use("accumulate", graph, found);
     let kind = OpKind::Accumulate { dtype: DType::F32 };
     let origin = Origin::Accumulator {
         of: found.consumer,

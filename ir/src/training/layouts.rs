@@ -11,9 +11,12 @@
 //! changed again: Korthikanti et al. 2022, section 4.2.2, gather a layer's input twice, which keeps
 //! a share of it on each rank. Tokens of experts are as many in either layout, so nothing is saved
 //! by sending them twice: they have one op for both directions, on their way to the experts (for
-//! the weights' gradients) and on their way back (for the gates'). Parameters have none: their
-//! copies are made before the microbatches, where their layout is a choice of its own. Path:
-//! `layout.<first consumer>.<operand>`, so that equal layers have equal relative paths.
+//! the weights' gradients) and on their way back (for the gates').
+//!
+//! Parameters have none: their copies are made before the microbatches, where their layout is a
+//! choice of its own.
+//!
+//! Path: `layout.<first consumer>.<operand>`, so that equal layers have equal relative paths.
 
 use crate::{Graph, GraphError, LayerId, Op, OpId, OpKind, Origin, Pass, Place, Region, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
