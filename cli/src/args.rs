@@ -681,7 +681,8 @@ pub struct RunArgs {
     /// The model's config.json, which says how weights are stored [default: beside --weights].
     #[arg(long)]
     pub config: Option<PathBuf>,
-    /// Validate before the first step, after every N steps, and after the last.
+    /// Validate before the first step, after every N steps, and after the last. Steps of earlier
+    /// runs that this one goes on from count.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub validate_every: Option<u64>,
     /// Share of the data, at its end, that is kept for validation.
@@ -734,8 +735,9 @@ pub struct RunArgs {
     /// the next, instead of a line for every step.
     #[arg(long, value_name = "SECONDS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=86400))]
     pub log_every: u64,
-    /// Compare the states of ranks that keep the same ones, by hashes, after every N steps: a bit
-    /// that a memory or a processor turned ends the run, and names the rank. Where ranks meet by
+    /// Compare the states of ranks that keep the same ones, by hashes, after every N steps, before
+    /// each checkpoint and at the end: a bit that a memory or a processor turned ends the run, and
+    /// names the rank. Where ranks meet by
     /// NCCL, those are compared that had the same sums.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub check_replicas: Option<u64>,

@@ -345,9 +345,8 @@ impl From<runtime::RuntimeError> for Failure {
             Diverged { .. } => Some(
                 "lower --lr, add --warmup, or clip gradients; earlier checkpoints are unchanged",
             ),
-            Replicas { .. } => Some(
-                "a bit was turned since the last comparison, by a memory or a processor of that rank: go on, without it, from a checkpoint of before with --resume",
-            ),
+            // Whoever knows the run says how it goes on.
+            Replicas { .. } => None,
             Gone { .. } => Some("its own message, where it wrote one, is above"),
             NoDevice { way_out, .. } => return Failure::new(exit, &e).help(way_out.clone()),
             Device { .. } | Aborted { .. } | Ended(_) | EndedByFirst(_) => None,

@@ -209,8 +209,8 @@ fn expected(source: &(dyn std::error::Error + 'static), value: &str) -> Option<S
     let is_whole = !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit());
     Some(match (whole.kind(), value.parse::<f64>()) {
         (IntErrorKind::PosOverflow, _) => "expected a whole number below 2^64".into(),
-        (IntErrorKind::NegOverflow, _) => "expected a whole number from 0".into(),
-        (_, Ok(_)) if is_whole => "expected a whole number from 0".into(),
+        (IntErrorKind::NegOverflow, _) => "expected a whole number that is not negative".into(),
+        (_, Ok(_)) if is_whole => "expected a whole number that is not negative".into(),
         (_, Ok(x)) if x.fract() == 0.0 && (0.0..1e15).contains(&x) => {
             format!("expected a whole number in digits alone: {x}")
         }

@@ -796,6 +796,70 @@ fn two_processes_that_are_killed_at_once_end_the_run() {
     wait_for_none(&place, "two.json");
 }
 
+/// Nobody here is told how processes end that a launcher started: their connections end.
+#[test]
+fn launched_processes_that_are_killed_at_once_are_all_named() {
+    let place = Place::new();
+    let compile = ["compile", "config.json", "--cluster", "cpu-default"];
+    let pins = ["--ranks", "5", "--global-batch", "10", "--pin", "data=5"];
+    place.run(&[&compile[..], &pins].concat()).expect(0);
+    let args = [
+        "--steps",
+        "100000000",
+        "--record",
+        "records",
+        "-o",
+        "launched.json",
+    ];
+    let mut started = ["0", "1", "2", "3", "4"].map(|rank| {
+        command(&place, &[&RUN[..], &args].concat())
+            .envs([
+                ("RANK", rank),
+                ("WORLD_SIZE", "5"),
+                ("LOCAL_WORLD_SIZE", "5"),
+            ])
+            .envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29527")])
+            .env("TMPDIR", place.path("."))
+            .env_remove("XDG_RUNTIME_DIR")
+            .begin()
+            .unwrap()
+    });
+    let victims = [1, 3, 4].map(|rank| process_of(&place, rank).to_string());
+    let killed = Command::new("kill").arg("-9").args(&victims).status();
+    assert!(killed.unwrap().success());
+    for process in [1, 3, 4] {
+        started[process].wait().unwrap();
+    }
+    let [first, _, third, ..] = started;
+    let words = said(&first.wait_with_output().unwrap());
+    let named =
+        ["1", "3", "4"].map(|rank| words.contains(&format!("rank{rank} is lost: process ")));
+    let count = |of: [bool; 3]| of.into_iter().filter(|is| *is).count();
+    let others = [
+        (
+            "rank3 and rank4 are lost, too: the connection to the process of each ",
+            named[0],
+        ),
+        (
+            "rank1 and rank4 are lost, too: the connection to the process of each ",
+            named[1],
+        ),
+        (
+            "rank1 and rank3 are lost, too: the connection to the process of each ",
+            named[2],
+        ),
+    ];
+    assert_eq!(count(named), 1, "{words}");
+    assert!(
+        others.iter().any(|(w, is)| *is && words.contains(w)),
+        "{words}"
+    );
+    // The one that is left has lost nobody's process: process 0 has ended the run.
+    let words = said(&third.wait_with_output().unwrap());
+    assert!(words.contains("process 0 has ended the run"), "{words}");
+    wait_for_none(&place, "launched.json");
+}
+
 /// The promise: whichever process is killed and whenever, the run goes on from the newest
 /// checkpoint and ends with the bits of one that nobody disturbed.
 #[test]

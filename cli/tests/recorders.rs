@@ -99,7 +99,7 @@ fn doctor_goes_on_without_a_record_that_is_damaged() {
     run.wait_with_output().unwrap();
     let doctor = ["doctor", "plan.json", "run.records"];
     let record = |rank: u32| format!("run.records/rank-{rank}.record");
-    let other = place.read(&record(1));
+    let (other, whole) = (place.read(&record(1)), place.read(&record(2)));
     let spoilt: [(&[u8], &str); 5] = [
         (b"", "it is empty"),
         (b"short", "it has 5 bytes, and a record has 512"),
@@ -129,12 +129,165 @@ fn doctor_goes_on_without_a_record_that_is_damaged() {
     let made = Command::new("mkfifo").arg(place.path(&record(2))).status();
     assert!(made.unwrap().success());
     spoils("it is a pipe or a device, and no regular file");
+    std::fs::remove_file(place.path(&record(2))).unwrap();
+    let sparse = std::fs::File::create(place.path(&record(2))).unwrap();
+    sparse.set_len(100 << 30).unwrap();
+    spoils("it has 107374182400 bytes, and a record has 512");
+    // A bit of its process, its host, its own number and the plan, which are all that it says of
+    // whose it is.
+    for byte in [12, 20, 8, 176, 185, 200] {
+        let mut bytes = whole.clone();
+        bytes[byte] ^= 4;
+        place.write(&record(2), bytes);
+        spoils("its head is not as it was written");
+    }
     // Where nothing is left that says anything, that is said.
     for rank in [0, 1, 3] {
         place.write(&record(rank), "");
     }
     let none = place.run(&doctor).expect(3);
     none.says(&["rank-0.record: it is empty"]);
+}
+
+/// Who waits for whom is said by the records of both, and else that it cannot be told.
+#[test]
+fn doctor_says_of_no_rank_without_a_record_that_others_wait_for_it() {
+    let place = Place::with_plan();
+    let run = begin(&place, &[&LONG[..], &["--processes"]].concat());
+    plays(&place, &run, 5);
+    let victim = seen(&place, 1).unwrap().pid.cast_signed();
+    kill_process(Pid::from_raw(victim).unwrap(), Signal::STOP).unwrap();
+    let doctor = ["doctor", "plan.json", "run.records"];
+    let ranks_of = |key: &str| {
+        let json = place.run(&[&doctor[..], &["--json"]].concat()).expect(0);
+        let json = json.json();
+        let ranks = json["ranks"].as_array().unwrap().clone();
+        let of = ranks.iter().map(|r| r[key].clone());
+        let of: Vec<Value> = of.collect();
+        (of, json)
+    };
+    let names_one = |of: &[Value]| {
+        let mut all = of.iter().filter_map(Value::as_array).flatten();
+        all.any(|rank| *rank == 1)
+    };
+    // The others come to where they wait for it.
+    let since = Instant::now();
+    while !names_one(&ranks_of("waits_for").0) {
+        assert!(since.elapsed() < PATIENCE, "nobody waits for it");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let record = place.path("run.records/rank-1.record");
+    std::fs::remove_file(&record).unwrap();
+    for (left, line) in [
+        (None, "rank1 left no record."),
+        (Some("short"), "rank1 left a record that is damaged ("),
+    ] {
+        left.into_iter()
+            .for_each(|bytes| std::fs::write(&record, bytes).unwrap());
+        let (waits, json) = ranks_of("waits_for");
+        assert!(!names_one(&waits), "{json}");
+        assert!(names_one(&ranks_of("may_wait_for").0), "{json}");
+        assert_eq!(json["culprits"], serde_json::json!([]), "{json}");
+        assert_eq!(json["ranks"][1]["state"], "no record", "{json}");
+        let words = support::flat(&place.run(&doctor).expect(0).out);
+        for part in [
+            "The records do not tell who holds the run up.",
+            "rank1 left no record that can be read: whether others waited for it cannot be told.",
+            "and it cannot be told whether it waited there for rank1 ",
+            line,
+        ] {
+            assert!(words.contains(part), "`{part}` is not in: {words}");
+        }
+        for claim in [" waited for rank1", "kept the others waiting"] {
+            assert!(!words.contains(claim), "`{claim}` is in: {words}");
+        }
+    }
+    kill_process(Pid::from_raw(victim).unwrap(), Signal::KILL).unwrap();
+    run.wait_with_output().unwrap();
+}
+
+/// The finding of a run is shown without any records, and is said to be none where it is broken or
+/// names ranks that the plan does not have.
+#[test]
+fn doctor_says_how_far_a_finding_is_good() {
+    let place = Place::with_plan();
+    let run = begin(&place, &LONG);
+    plays(&place, &run, 5);
+    signal(&run, Signal::KILL);
+    run.wait_with_output().unwrap();
+    let of = |found: &str| format!("{{\"error\": \"an error\", \"found\": {found}}}");
+    let good = of("{\"2\": {\"lost\": \"it was killed by signal 9\"}}");
+    let plain = of("{}");
+    let strange = [
+        of("{\"2\": \"failed\", \"9\": {\"lost\": \"it was killed by signal 9\"}}"),
+        of("{\"2\": {\"missed\": {\"by\": 9, \"seconds\": 2}}}"),
+    ];
+    let none = [
+        "",
+        "nonsense",
+        "[]",
+        "{\"found\": {}}",
+        &good[..good.len() - 3],
+    ];
+    let doctor = ["doctor", "plan.json", "run.records"];
+    let examined = || {
+        let words = support::flat(&place.run(&doctor).expect(0).out);
+        let json = place.run(&[&doctor[..], &["--json"]].concat()).expect(0);
+        (words, json.json())
+    };
+    let lost = "The run itself found: rank2 is lost (it was killed by signal 9).";
+    let foreign = "The finding in run.records does not belong to this plan, so nothing is taken \
+                   from it: it names rank9, and the plan's ranks are rank0 to rank3.";
+    let broken = "The run's own finding cannot be read: run.records/verdict.json: it is ";
+    let verdict = "run.records/verdict.json";
+    place.write(verdict, &good);
+    let (words, json) = examined();
+    assert!(words.starts_with(lost), "{words}");
+    assert_eq!(json["culprits"], serde_json::json!([2]), "{json}");
+    let unusable = strange.iter().map(|text| (&text[..], foreign));
+    let unusable = unusable.chain(none.map(|text| (text, broken)));
+    let unusable: Vec<(&str, &str)> = unusable.collect();
+    for (text, why) in &unusable {
+        place.write(verdict, text);
+        let (words, json) = examined();
+        assert!(words.starts_with(why), "{text}: {words}");
+        assert!(!words.contains("The run itself found"), "{words}");
+        // What the records say stands there all the same.
+        assert!(words.contains("rank2, in step "), "{words}");
+        assert_eq!(json["culprits"], serde_json::json!([]), "{json}");
+        assert_eq!(json["verdict"], Value::Null, "{json}");
+        let problem = json["verdict_problem"].as_str().unwrap();
+        assert!(problem.starts_with(why), "{json}");
+    }
+    // Without records.
+    for rank in 0..RANKS {
+        let record = place.path(&format!("run.records/rank-{rank}.record"));
+        std::fs::remove_file(record).unwrap();
+    }
+    let without = "There are no records of ranks that can be read in run.records, so it cannot be \
+                   told where the ranks were and who waited for whom.";
+    for (text, told, culprits) in [
+        (&good, lost, serde_json::json!([2])),
+        (
+            &plain,
+            "The run itself ended with this error: an error",
+            serde_json::json!([]),
+        ),
+    ] {
+        place.write(verdict, text);
+        let (words, json) = examined();
+        assert_eq!(words, format!("{told} {without}"));
+        assert_eq!(json["culprits"], culprits, "{json}");
+        assert_eq!(json["ranks"][2]["state"], "no record", "{json}");
+    }
+    for (text, why) in &unusable {
+        place.write(verdict, text);
+        let refused = place.run(&doctor).expect(3);
+        refused.says(&["run.records: it has no records of ranks. ", why]);
+    }
+    std::fs::remove_file(place.path(verdict)).unwrap();
+    let refused = place.run(&doctor).expect(3);
+    refused.says(&["run.records: it has no records of ranks"]);
 }
 
 #[test]

@@ -7,6 +7,7 @@ mod support;
 use serde_json::Value;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
+use std::process::Output;
 use support::{Place, Two, said};
 
 const RUN: [&str; 4] = ["run", "plan.json", "--data", "text.txt"];
@@ -103,19 +104,25 @@ fn turn(process: u32, needle: &[u8]) -> std::io::Result<usize> {
     Ok(turned)
 }
 
-/// A bit of a parameter turns in the memory of one process, as memories do: the next look ends the run,
-/// and the state is named. The steps are too small to change a bit themselves.
-#[test]
-fn a_bit_that_turns_in_the_memory_of_a_process_ends_the_run() {
-    let place = two_replicas();
-    let small = ["--lr", "1e-30"];
+/// Steps that are too small to change a bit themselves.
+const SMALL: [&str; 2] = ["--lr", "1e-30"];
+
+/// The folder of the newest checkpoint in another one.
+fn newest(place: &Place, folder: &str) -> String {
+    let mut all = place.names_in(folder).into_iter();
+    let newest = all.rfind(|n| n.contains("-step-")).unwrap();
+    format!("{folder}/{newest}")
+}
+
+/// The output of a run in two processes with these flags, in the memory of one of which a bit of a
+/// parameter turns, as memories do; with some bytes of this parameter as they were. Nothing where the
+/// system does not allow it.
+fn with_a_turned_bit(place: &Place, flags: &[&str]) -> Option<(Output, Vec<u8>)> {
     let begin = ["--steps", "1", "--checkpoint", "state", "-o", "begun.json"];
-    place.run(&[&RUN[..], &begin, &small].concat()).expect(0);
-    let mut newest = place.names_in("state").into_iter();
-    let newest = newest.rfind(|n| n.contains("-step-")).unwrap();
-    let needle = needle(&place.read(&format!("state/{newest}/rank-0.safetensors")));
-    let looks = ["--resume", "state", "--check-replicas", "2"];
-    let run = Two::start(&place, &[&small[..], &looks].concat());
+    place.run(&[&RUN[..], &begin, &SMALL].concat()).expect(0);
+    let shard = format!("{}/rank-0.safetensors", newest(place, "state"));
+    let needle = needle(&place.read(&shard));
+    let run = Two::start(place, &[&SMALL[..], &["--resume", "state"], flags].concat());
     let second = run.second;
     run.signal("-STOP", &[second]);
     // It goes on until it has heard of it.
@@ -130,15 +137,65 @@ fn a_bit_that_turns_in_the_memory_of_a_process_ends_the_run() {
         Err(e) => {
             eprintln!("skipped: this user may not write to the memory of another process: {e}");
             run.signal("-KILL", &[run.first.id()]);
-            run.ended(&place);
-            return;
+            run.ended(place);
+            return None;
         }
     }
-    let output = run.ended(&place);
+    Some((run.ended(place), needle))
+}
+
+/// The next look ends the run, and the state is named.
+#[test]
+fn a_bit_that_turns_in_the_memory_of_a_process_ends_the_run() {
+    let place = two_replicas();
+    let Some((output, _)) = with_a_turned_bit(&place, &["--check-replicas", "2"]) else {
+        return;
+    };
     let words = said(&output);
     assert_eq!(output.status.code(), Some(6), "{words}");
     assert!(words.contains(" is not that of rank"), "{words}");
     let two = "which of them is wrong cannot be told";
     assert!(words.contains(two), "{words}");
     assert!(!place.exists("two.json"), "{words}");
+}
+
+/// Nothing is written that was not compared before, however seldom a run compares otherwise: it goes
+/// on from a checkpoint without that bit.
+#[test]
+fn no_checkpoint_has_a_bit_that_a_comparison_finds() {
+    let place = two_replicas();
+    let state = ["--checkpoint", "kept", "--checkpoint-every", "5"];
+    let seldom = [
+        "--check-replicas",
+        "100000000",
+        "--checkpoints-kept",
+        "1000",
+    ];
+    let Some((output, needle)) = with_a_turned_bit(&place, &[&state[..], &seldom].concat()) else {
+        return;
+    };
+    let words = said(&output);
+    assert_eq!(output.status.code(), Some(6), "{words}");
+    assert!(words.contains(" is not that of rank"), "{words}");
+    assert!(
+        words.contains("no checkpoint of this run has that bit"),
+        "{words}"
+    );
+    assert!(words.contains("--resume kept --steps 9"), "{words}");
+    let has = |bytes: &[u8]| bytes.windows(needle.len()).any(|w| w == needle);
+    let all = place.names_in("kept").into_iter();
+    let all: Vec<String> = all.filter(|n| n.contains("-step-")).collect();
+    for name in &all {
+        assert!(
+            has(&place.read(&format!("kept/{name}/rank-0.safetensors"))),
+            "{name}: {words}"
+        );
+    }
+    if !all.is_empty() {
+        let end = ["--resume", "kept", "--steps", "3", "-o", "end.json"];
+        let checks = ["--check-replicas", "1", "--processes=2"];
+        place
+            .run(&[&RUN[..], &end, &checks, &SMALL].concat())
+            .expect(0);
+    }
 }

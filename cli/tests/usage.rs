@@ -253,7 +253,7 @@ fn numbers_that_make_no_sense_are_refused_in_words() {
     let given = ["--global-batch=-1"];
     place
         .refuses(&[&compile[..], &given].concat(), &[2])
-        .says(&["expected a whole number from 0"]);
+        .says(&["expected a whole number that is not negative"]);
 }
 
 /// Shares of a step or of memory: what is the whole or more makes no sense, and a number without

@@ -14,7 +14,11 @@
 //!  64  place: scripts, step, begun, done, time, number, check
 //! 120  place
 //! 176  the plan's fingerprint
+//! 224  check of all that stands outside of the places
 //! ```
+//!
+//! Head and fingerprint are written once, with their check, before the file is mapped: a bit that
+//! turns there later names no wrong process, host, rank or plan.
 //!
 //! A process may be killed between two stores, so there are two places, which are written in turn.
 //! The newer one of those whose check is that of its words is where the rank was.
@@ -23,6 +27,7 @@
 mod mapped;
 #[cfg(test)]
 mod tests;
+mod verdict;
 
 use crate::error::RuntimeError;
 use crate::execute::position::{self, Position};
@@ -30,15 +35,19 @@ use crate::files;
 use ir::Rank;
 use ir::program::Program;
 use mapped::Mapped;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::OpenOptions;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use verdict::VERDICT;
+pub use verdict::{Fate, Finder, SILENT, Verdict};
 
 /// The first bytes of a record; the last one is the version of the form.
-const MAGIC: [u8; 8] = *b"mshrec\0\x03";
+const MAGIC: [u8; 8] = *b"mshrec\0\x04";
+/// Where the version stands.
+const VERSION: usize = 7;
 /// Where the two places stand.
 const PLACES: [usize; 2] = [64, 120];
 /// Words of a place: five that say where the rank is, which place it is, and the check of these.
@@ -46,14 +55,14 @@ const WORDS: usize = 7;
 /// Where the plan's fingerprint stands, and its end.
 const PLAN: usize = 176;
 const PLAN_END: usize = 224;
+/// Where the check of all that stands outside of the places is.
+const HEAD_CHECK: usize = 224;
 /// How often is looked at the record of a rank that is alive and between two stores each time; how
 /// often of these without a pause, and how long one is.
 const LOOKS: usize = 100;
 const LOOKS_AT_ONCE: usize = 20;
 const BETWEEN_LOOKS: Duration = Duration::from_micros(100);
 const ENDING: &str = "record";
-/// The file of what the run itself found.
-const VERDICT: &str = "verdict.json";
 /// The beginning of the name of a folder with the records of an earlier run.
 const BEFORE: &str = "before-run-";
 /// Characters of a host's name that have a place.
@@ -129,6 +138,8 @@ impl Record {
             let n = plan.len().min(PLAN_END - PLAN - 1);
             head[PLAN] = n as u8;
             head[PLAN + 1..PLAN + 1 + n].copy_from_slice(&plan.as_bytes()[..n]);
+            let check = head_check(&head);
+            head[HEAD_CHECK..HEAD_CHECK + 8].copy_from_slice(&check.to_le_bytes());
             // All of it is written, so that a disk that is full says so here.
             file.write_all(&head)?;
             Mapped::of(&file)
@@ -180,13 +191,28 @@ impl Record {
     }
 }
 
-/// A hash of the words of a place: FNV-1a over words, with a turn by which their high bits count.
+/// A hash of words: FNV-1a over words, with a turn by which their high bits count. Each word is
+/// taken in by a function that can be undone, so a change of one word always changes the hash.
 fn check(words: &[u64]) -> u64 {
     words.iter().fold(0xcbf2_9ce4_8422_2325, |hash, word| {
         (hash ^ word)
             .wrapping_mul(0x0000_0100_0000_01b3)
             .rotate_left(29)
     })
+}
+
+/// The check of what is written once: of all words but those of the places, which change, and its
+/// own.
+fn head_check(bytes: &[u8; mapped::LEN]) -> u64 {
+    let places = PLACES[0]..PLACES[1] + 8 * WORDS;
+    let fixed = (0..mapped::LEN).step_by(8);
+    let fixed = fixed.filter(|at| !places.contains(at) && *at != HEAD_CHECK);
+    let words: Vec<u64> = fixed.map(|at| word(bytes, at)).collect();
+    check(&words)
+}
+
+fn word(bytes: &[u8; mapped::LEN], at: usize) -> u64 {
+    u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i]))
 }
 
 /// Tries to begin a record in a folder, which goes again.
@@ -261,14 +287,13 @@ fn is_of_run(path: &Path) -> bool {
         let mut head = [0; MAGIC.len()];
         let read = files::open_regular(path).and_then(|mut file| file.read_exact(&mut head));
         // Of any version.
-        let n = MAGIC.len() - 1;
-        return read.is_ok() && head[..n] == MAGIC[..n];
+        return read.is_ok() && head[..VERSION] == MAGIC[..VERSION];
     }
     let fresh = name
         .strip_prefix("verdict-")
         .and_then(|n| n.strip_suffix(".new"));
     let is_fresh = fresh.is_some_and(|pid| pid.parse::<u32>().is_ok());
-    is_fresh || name == VERDICT && Verdict::at(path).is_some()
+    is_fresh || name == VERDICT && Verdict::at(path).is_ok()
 }
 
 /// Whether a folder has the records of a part of a run, or of one before it, by its name.
@@ -323,84 +348,6 @@ pub fn remove(folder: &Path) {
     let _ = std::fs::remove_dir(folder);
 }
 
-/// The finding of a run that failed about itself.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Verdict {
-    /// Its error, in words.
-    pub error: String,
-    /// The ranks that it names, and perhaps others of theirs; none where no rank is to blame.
-    pub found: BTreeMap<Rank, Fate>,
-    /// The process whose finding it is.
-    #[serde(default)]
-    pub by: Option<Finder>,
-}
-
-/// A process that found something about its run.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Finder {
-    /// Its number on its host.
-    pub pid: u32,
-    /// Its host.
-    pub host: String,
-}
-
-impl Finder {
-    /// This process.
-    pub fn me() -> Self {
-        Finder {
-            pid: std::process::id(),
-            host: host(),
-        }
-    }
-}
-
-/// How a process is lost that is there, in words.
-pub const SILENT: &str = "it does not answer";
-
-/// The fate of a rank that ended its run.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Fate {
-    /// Its process is gone, or does not answer: how, in words.
-    Lost(String),
-    /// Another one waited for it too long.
-    Missed {
-        /// Who waited.
-        by: Rank,
-        /// How long.
-        seconds: u64,
-    },
-    /// An instruction failed on it, or it panicked.
-    Failed,
-}
-
-impl Verdict {
-    /// Writes it beside the records, whole or not at all.
-    pub fn write(&self, folder: &Path) -> Result<(), RuntimeError> {
-        let path = folder.join(VERDICT);
-        let fresh = folder.join(format!("verdict-{}.new", std::process::id()));
-        let failed = |e: io::Error| problem(&path, e.to_string());
-        let text = serde_json::to_vec_pretty(self).map_err(|e| failed(e.into()))?;
-        let written = std::fs::write(&fresh, text).and_then(|()| std::fs::rename(&fresh, &path));
-        written.map_err(|e| {
-            let _ = std::fs::remove_file(&fresh);
-            failed(e)
-        })
-    }
-    /// Reads that of a folder; none where there is none, or it cannot be read.
-    pub fn read(folder: &Path) -> Option<Self> {
-        Self::at(&folder.join(VERDICT))
-    }
-    fn at(path: &Path) -> Option<Self> {
-        let mut text = Vec::new();
-        files::open_regular(path)
-            .ok()?
-            .read_to_end(&mut text)
-            .ok()?;
-        serde_json::from_slice(&text).ok()
-    }
-}
-
 /// The contents of a rank's file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Seen {
@@ -435,6 +382,19 @@ pub struct Records {
     pub damaged: BTreeMap<Rank, Damaged>,
 }
 
+impl Records {
+    /// The same records, which were in this folder.
+    ///
+    /// Fails when there are none that can be read.
+    pub fn some_of(self, folder: &Path) -> Result<Self, RuntimeError> {
+        match (self.seen.is_empty(), self.damaged.values().next()) {
+            (false, _) => Ok(self),
+            (true, Some(Damaged { path, problem: why })) => Err(problem(path, why.clone())),
+            (true, None) => Err(problem(folder, "it has no records of ranks".into())),
+        }
+    }
+}
+
 /// A file with the name of a record that is none.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Damaged {
@@ -448,6 +408,13 @@ pub struct Damaged {
 ///
 /// Fails when there are none that can be read.
 pub fn read(folder: &Path) -> Result<Records, RuntimeError> {
+    read_any(folder)?.some_of(folder)
+}
+
+/// The same, also where there are none that can be read.
+///
+/// Fails when the folder cannot be read.
+pub fn read_any(folder: &Path) -> Result<Records, RuntimeError> {
     let entries = std::fs::read_dir(folder).map_err(|e| problem(folder, e.to_string()))?;
     let mut paths: Vec<PathBuf> = entries.flatten().map(|e| e.path()).collect();
     paths.sort();
@@ -468,32 +435,38 @@ pub fn read(folder: &Path) -> Result<Records, RuntimeError> {
         all.damaged.insert(rank, Damaged { path, problem });
     }
     all.seen.sort_by_key(|s| s.rank);
-    match (all.seen.is_empty(), all.damaged.values().next()) {
-        (false, _) => Ok(all),
-        (true, Some(Damaged { path, problem: why })) => Err(problem(path, why.clone())),
-        (true, None) => Err(problem(folder, "it has no records of ranks".into())),
-    }
+    Ok(all)
 }
 
 /// Reads one record; none where the file is another one.
 ///
-/// Fails when it cannot be read, or has another length than records have.
+/// Fails when it cannot be read, has another length than records have, is of another version, or
+/// not as it was written.
 pub fn at(path: &Path) -> io::Result<Option<Seen>> {
+    let invalid = |what: String| Err(io::Error::new(io::ErrorKind::InvalidData, what));
     // A rank that is alive may be changing the older place while the newer one is read, and then
     // that. Nobody says in which order the system reads the two: beside one that is not whole the
     // other may have been read long before. Where it is read after that was seen, it is not.
     let mut was_changing = false;
     for look in 0..LOOKS {
-        let bytes = content(path)?;
+        let (bytes, len) = content(path)?;
         let Ok(bytes) = <&[u8; mapped::LEN]>::try_from(&bytes[..]) else {
-            let what = match bytes.len() {
+            return invalid(match len {
                 0 => "it is empty".to_string(),
                 n => format!("it has {n} bytes, and a record has {}", mapped::LEN),
-            };
-            return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+            });
         };
-        if bytes[..8] != MAGIC {
+        if bytes[..VERSION] != MAGIC[..VERSION] {
             return Ok(None);
+        }
+        if bytes[VERSION] != MAGIC[VERSION] {
+            return invalid(format!(
+                "it is a record of version {}, and this build reads version {}",
+                bytes[VERSION], MAGIC[VERSION]
+            ));
+        }
+        if word(bytes, HEAD_CHECK) != head_check(bytes) {
+            return invalid("its head is not as it was written".into());
         }
         let places = Places::of(bytes);
         if (places.are_whole() || was_changing)
@@ -506,15 +479,22 @@ pub fn at(path: &Path) -> io::Result<Option<Seen>> {
             std::thread::sleep(BETWEEN_LOOKS);
         }
     }
-    Ok(None)
+    invalid("neither of its two places is as it was written".into())
 }
 
-/// The bytes of a small file, and one more than a record has where it is larger.
-fn content(path: &Path) -> io::Result<Vec<u8>> {
+/// The bytes of a file, of a larger one than a record only one more than that has, and how many
+/// there are in all.
+fn content(path: &Path) -> io::Result<(Vec<u8>, u64)> {
     let mut bytes = Vec::new();
-    let file = files::open_regular(path)?;
-    file.take(mapped::LEN as u64 + 1).read_to_end(&mut bytes)?;
-    Ok(bytes)
+    let mut file = files::open_regular(path)?;
+    let most = mapped::LEN as u64 + 1;
+    (&mut file).take(most).read_to_end(&mut bytes)?;
+    let n = bytes.len() as u64;
+    let len = match n < most {
+        true => n,
+        false => file.metadata()?.len().max(n),
+    };
+    Ok((bytes, len))
 }
 
 impl Seen {
@@ -546,10 +526,7 @@ struct Places([Option<[u64; WORDS]>; 2]);
 impl Places {
     fn of(bytes: &[u8; mapped::LEN]) -> Self {
         Places(PLACES.map(|at| {
-            let place: [u64; WORDS] = std::array::from_fn(|i| {
-                let word = std::array::from_fn(|k| bytes[at + 8 * i + k]);
-                u64::from_le_bytes(word)
-            });
+            let place: [u64; WORDS] = std::array::from_fn(|i| word(bytes, at + 8 * i));
             // Zeros are of before there was one.
             let is_whole = place[WORDS - 1] == check(&place[..WORDS - 1]) || place == [0; WORDS];
             is_whole.then_some(place)
@@ -568,7 +545,7 @@ impl Places {
 /// The activity of a rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Doing {
-    /// It left no record.
+    /// It left no record that can be read.
     Nothing,
     /// Nothing between two scripts, of which the last was so many instructions long.
     Between,
@@ -578,8 +555,15 @@ pub enum Doing {
     Waiting {
         /// The instruction and the call.
         what: String,
-        /// Who had not come.
+        /// Who had not come, by their records.
         missing: Vec<Rank>,
+    },
+    /// It was in this call, to which all others with a record had come: nobody knows of the rest.
+    Unclear {
+        /// The instruction and the call.
+        what: String,
+        /// Who left no record.
+        unknown: Vec<Rank>,
     },
 }
 
@@ -605,13 +589,14 @@ pub struct Owed {
 pub struct Diagnosis {
     /// The activity of each rank of the program.
     pub ranks: BTreeMap<Rank, Doing>,
-    /// Those for whom others waited and who waited for nobody themselves.
+    /// Those for whom others waited, by the records of both, and who waited for nobody themselves.
     pub culprits: BTreeSet<Rank>,
     /// The first call that each of those had not come to, where records say so.
     pub owed: BTreeMap<Rank, Owed>,
 }
 
-/// Holds what was seen of the ranks of a run against its program.
+/// Holds what was seen of the ranks of a run against its program. Who waits for whom rests on the
+/// records of both; of a rank without one nothing follows.
 ///
 /// Fails when the records are not of this program.
 pub fn diagnose(program: &Program, seen: &[Seen]) -> Result<Diagnosis, RuntimeError> {
@@ -630,8 +615,12 @@ pub fn diagnose(program: &Program, seen: &[Seen]) -> Result<Diagnosis, RuntimeEr
         Doing::Waiting { missing, .. } => &missing[..],
         _ => &[],
     });
-    let waits = |rank: &&Rank| matches!(ranks.get(rank), Some(Doing::Waiting { .. }));
-    let culprits: BTreeSet<Rank> = awaited.filter(|r| !waits(r)).copied().collect();
+    // Of one in a call that is unclear it is not known that it waited for nobody.
+    let may_wait = |rank: &&Rank| {
+        let doing = ranks.get(rank);
+        matches!(doing, Some(Doing::Waiting { .. } | Doing::Unclear { .. }))
+    };
+    let culprits: BTreeSet<Rank> = awaited.filter(|r| !may_wait(r)).copied().collect();
     let owed = |rank: &Rank| Some((*rank, positions.get(rank)?.owed(&positions)?));
     Ok(Diagnosis {
         owed: culprits.iter().filter_map(owed).collect(),

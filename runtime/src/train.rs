@@ -34,8 +34,8 @@ pub struct TrainOptions<'a> {
     pub schedule: &'a LrSchedule,
     /// Training steps to do in this run.
     pub steps: u64,
-    /// Validate before the first step, after every so many and after the last; never when
-    /// `None`.
+    /// Validate before the first step, after every so many and after the last; never when `None`.
+    /// Steps are counted from the first of all runs.
     pub validate_every: Option<u64>,
     /// Batches in a validation, at least 1; the loss is their mean.
     pub validation_batches: u64,
@@ -45,7 +45,8 @@ pub struct TrainOptions<'a> {
     pub resume: Option<Arc<Checkpoint>>,
     /// Checkpoints to write on the way.
     pub checkpoints: Option<Periodic<'a>>,
-    /// Compare the states of ranks that keep the same ones after every so many steps.
+    /// Compare the states of ranks that keep the same ones after every so many steps, after the last
+    /// one, and before each checkpoint: none holds what a comparison would find.
     pub check_replicas: Option<u64>,
     /// Once true, no further step begins: the run ends as if it had been asked for the steps
     /// done by then.
@@ -195,7 +196,8 @@ pub fn train(
     let periodic = options.checkpoints.filter(|p| p.rescues);
     if let (Err(RuntimeError::Gone { .. }), Some(p)) = (&made, periodic) {
         let of = (options.plan_hash, p.model);
-        let rescued = checkpoint::rescue(p.kept, p.folder, &mut session, of);
+        let compares = options.check_replicas.is_some();
+        let rescued = checkpoint::rescue(p.kept, p.folder, (&mut session, compares), of);
         on_progress(Progress::Rescued(rescued));
     }
     made.and(settled)?;
@@ -225,6 +227,7 @@ fn steps(
     // The host does not see where a GPU waits.
     let is_cpu = options.session.backend == Backend::Cpu;
     let mut stragglers = is_cpu.then(|| Stragglers::new(session.roles()));
+    let stopped = || options.stop.is_some_and(|s| s.load(Ordering::Relaxed));
     let validate = |(session, background): (&mut Session, &mut Background),
                     recorder: &mut Recorder,
                     on_progress: &mut dyn FnMut(Progress)|
@@ -232,6 +235,10 @@ fn steps(
         let (step, n) = (session.step_number(), options.validation_batches.max(1));
         let mut sum = 0.0;
         for i in 0..n {
+            // It may take longer than many steps.
+            if stopped() {
+                return Ok(());
+            }
             let loss = session.validation_loss(i)?;
             if !loss.is_finite() {
                 let e = RuntimeError::Diverged {
@@ -250,10 +257,22 @@ fn steps(
         on_progress(Progress::Validation { step, loss });
         Ok(())
     };
-    let stopped = || options.stop.is_some_and(|s| s.load(Ordering::Relaxed));
     if options.validate_every.is_some() && !stopped() {
         validate((session, background), recorder, on_progress)?;
     }
+    // All ranks begin with the same states.
+    let mut compared = session.step_number();
+    let mut compare = |(session, background): (&mut Session, &mut Background),
+                       on_progress: &mut dyn FnMut(Progress)|
+     -> Result<(), RuntimeError> {
+        let step = session.step_number();
+        if compared == step {
+            return Ok(());
+        }
+        compared = step;
+        let done = session.check_replicas();
+        done.map_err(|e| end_for(e, (session, background), on_progress))
+    };
     for i in 0..options.steps {
         if stopped() {
             break;
@@ -271,11 +290,10 @@ fn steps(
             }
             return Err(end_for(e, (session, background), on_progress));
         }
-        let is_due = |n: u64| n > 0 && session.step_number().is_multiple_of(n);
-        if options.check_replicas.is_some_and(is_due)
-            && let Err(e) = session.check_replicas()
-        {
-            return Err(end_for(e, (session, background), on_progress));
+        let done = session.step_number();
+        let is_due = |n: u64| n > 0 && done.is_multiple_of(n);
+        if options.check_replicas.is_some_and(is_due) {
+            compare((session, background), on_progress)?;
         }
         let measured = recorder.step(options.program, step, lr, &result);
         on_progress(Progress::Step {
@@ -289,7 +307,7 @@ fn steps(
         }
         let due = options
             .validate_every
-            .is_some_and(|n| n > 0 && (i + 1) % n == 0 || i + 1 == options.steps);
+            .is_some_and(|n| is_due(n) || i + 1 == options.steps);
         if due && !stopped() {
             validate((session, background), recorder, on_progress)?;
         }
@@ -297,8 +315,12 @@ fn steps(
         let _alone = during(Doing::Alone);
         let ended = background.poll(session);
         settle(ended, session, on_progress)?;
-        if let Some(periodic) = options.checkpoints.filter(|_| !is_last) {
-            save_where_due(
+        let periodic = options.checkpoints.filter(|p| !is_last && is_due(p.every));
+        if let Some(periodic) = periodic {
+            if options.check_replicas.is_some() {
+                compare((session, background), on_progress)?;
+            }
+            save(
                 periodic,
                 (session, background),
                 options.plan_hash,
@@ -306,7 +328,10 @@ fn steps(
             )?;
         }
     }
-    Ok(())
+    match options.check_replicas {
+        Some(_) => compare((session, background), on_progress),
+        None => Ok(()),
+    }
 }
 
 /// Ends the ranks for what was found in their results, which they are told. A checkpoint that is on
@@ -326,10 +351,10 @@ fn end_for(
     why
 }
 
-/// Writes a checkpoint where one is due, or begins to.
+/// Writes a checkpoint that is due, or begins to.
 ///
 /// Fails only when the ranks cannot go on.
-fn save_where_due(
+fn save(
     periodic: Periodic<'_>,
     (session, background): (&mut Session, &mut Background),
     plan: &str,
@@ -337,16 +362,12 @@ fn save_where_due(
 ) -> Result<(), RuntimeError> {
     let Periodic {
         folder,
-        every,
         kept,
         model,
         waits,
         ..
     } = periodic;
     let step = session.step_number();
-    if every == 0 || !step.is_multiple_of(every) {
-        return Ok(());
-    }
     if background.is_busy() {
         let since = Instant::now();
         settle(background.wait(session), session, on_progress)?;
@@ -551,6 +572,20 @@ mod tests {
 
     /// Tokens, and no validation.
     fn data(folder: &Path, vocab: u32, tokens: impl Iterator<Item = u32>) -> Arc<Dataset> {
+        split_data(folder, vocab, tokens, 0.0)
+    }
+
+    /// Tokens, half of which are for validation.
+    fn half_for_validation(folder: &Path, vocab: u32) -> Arc<Dataset> {
+        split_data(folder, vocab, (0..2000).map(|i| i * i % 7 % vocab), 0.5)
+    }
+
+    fn split_data(
+        folder: &Path,
+        vocab: u32,
+        tokens: impl Iterator<Item = u32>,
+        validation_fraction: f64,
+    ) -> Arc<Dataset> {
         let path = folder.join("data.bin");
         let bytes: Vec<u8> = tokens.flat_map(|t| (t as u16).to_le_bytes()).collect();
         std::fs::write(&path, bytes).unwrap();
@@ -558,7 +593,7 @@ mod tests {
             format: None,
             tokenizer: None,
             vocab,
-            validation_fraction: 0.0,
+            validation_fraction,
             further: 0,
         };
         Arc::new(Dataset::open(&path, &options).unwrap())
@@ -700,6 +735,78 @@ mod tests {
         // Every step before was whole.
         assert_eq!(step, 2 + n_done);
         assert!(n_done < 3 && !value.is_finite());
+    }
+
+    /// A validation may take longer than many steps: an interrupt does not wait for its end.
+    #[test]
+    fn a_run_that_is_to_stop_ends_within_a_validation() {
+        let (training, spec, vocab) = setup();
+        let dir = tempfile::tempdir().unwrap();
+        let dataset = half_for_validation(dir.path(), vocab);
+        let schedule = LrSchedule::new(0.01, 0.0, 0, 8, Decay::Constant).unwrap();
+        let program = lower(&training, &meshes(), 2, 2, 1);
+        let stop = AtomicBool::new(false);
+        let mut options = options(&program, &spec, &dataset, &schedule, 8);
+        options.validate_every = Some(3);
+        options.validation_batches = 3;
+        options.stop = Some(&stop);
+        let run = |options: &TrainOptions<'_>, ends: &dyn Fn(&Progress) -> bool| {
+            let (mut told, initial) = (Vec::new(), crate::init::from_graph(&training, 1));
+            let trained = train(options, initial, |progress| {
+                if ends(&progress) {
+                    options.stop.unwrap().store(true, Ordering::Relaxed);
+                }
+                told.push(match progress {
+                    Progress::Step { measured, .. } => ("step", measured.step),
+                    Progress::Validation { step, .. } => ("validation", step),
+                    other => panic!("{other:?}"),
+                });
+            });
+            trained.unwrap();
+            told
+        };
+        let all = run(&options, &|_| false);
+        let validations = |all: &[(&str, u64)]| -> Vec<u64> {
+            let found = all.iter().filter(|(what, _)| *what == "validation");
+            found.map(|(_, step)| *step).collect()
+        };
+        assert_eq!(validations(&all), [0, 3, 6, 8]);
+        // More batches than anybody waits for.
+        options.validation_batches = u64::MAX;
+        let told = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(std::time::Duration::from_millis(100));
+                stop.store(true, Ordering::Relaxed);
+            });
+            run(&options, &|_| false)
+        });
+        assert_eq!(told, []);
+    }
+
+    /// Steps are counted from the first of all runs, so that one that is interrupted or loses ranks
+    /// validates at the same steps as one that is not.
+    #[test]
+    fn a_run_that_goes_on_validates_at_the_same_steps() {
+        let (training, spec, vocab) = setup();
+        let dir = tempfile::tempdir().unwrap();
+        let dataset = half_for_validation(dir.path(), vocab);
+        let schedule = LrSchedule::new(0.01, 0.0, 0, 8, Decay::Constant).unwrap();
+        let program = lower(&training, &meshes(), 2, 2, 1);
+        let state = dir.path().join("state");
+        std::fs::create_dir(&state).unwrap();
+        let run = |steps: u64, resume: Option<&Path>| -> Vec<u64> {
+            let mut options = options(&program, &spec, &dataset, &schedule, steps);
+            options.validate_every = Some(4);
+            options.validation_batches = 1;
+            options.resume = resume.map(newest);
+            let mut trained =
+                train(&options, crate::init::from_graph(&training, 1), |_| ()).unwrap();
+            checkpoint::save(&state, &mut trained.session, "0", "").unwrap();
+            let validations = trained.measurement.validation.iter();
+            validations.map(|(step, _)| *step).collect()
+        };
+        assert_eq!(run(6, None), [0, 4, 6]);
+        assert_eq!(run(7, Some(&state)), [6, 8, 12, 13]);
     }
 
     /// The end of a session for a reason, with a checkpoint on its way to a folder, and what was

@@ -4,19 +4,37 @@
 //! The run's own finding comes first: it saw who died of what while the others were there. The
 //! processes come second, while some are alive. Records alone accuse nobody once all are gone: a
 //! rank that dies in a call may have come to it before the others, who then seem to be late.
+//!
+//! Of a rank without a record that can be read nothing follows: neither whether others waited for
+//! it, nor whether whoever is in a call with it waited at all.
+
+mod finding;
+mod process;
 
 use crate::args::DoctorArgs;
 use crate::failure::{Exit, Failure};
 use crate::plan_file::{self, Loaded};
 use crate::report::{self, place::in_words};
+use finding::Finding;
 use ir::Rank;
-use runtime::record::{self, Damaged, Diagnosis, Doing, Fate, Records, Seen, Verdict};
+use process::{DEAD, ELSEWHERE, GONE, Process};
+use runtime::record::{self, Damaged, Diagnosis, Doing, Records, Seen};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+/// Ranks that are named together: more make no sentence that anybody reads.
+const MOST_NAMED: usize = 8;
 
 pub fn run(args: &DoctorArgs) -> Result<(), Failure> {
     let loaded = plan_file::load(&args.plan)?;
-    let Records { seen, damaged } = record::read(&args.folder)?;
+    let all = record::read_any(&args.folder)?;
+    let finding = Finding::of(&args.folder, &loaded.program);
+    // A finding says something without any records, too.
+    let Records { seen, damaged } = match finding.verdict() {
+        Some(_) => all,
+        None => all.some_of(&args.folder).map_err(|e| finding.beside(e))?,
+    };
     if let Some(other) = seen.iter().find(|s| s.plan != loaded.hash) {
         let what = format!(
             "{}: {} ran another plan than {}",
@@ -29,8 +47,7 @@ pub fn run(args: &DoctorArgs) -> Result<(), Failure> {
     let mut diagnosis = record::diagnose(&loaded.program, &seen)?;
     let processes: BTreeMap<Rank, Process> =
         seen.iter().map(|s| (s.rank, Process::of(s))).collect();
-    let verdict = Verdict::read(&args.folder);
-    let tells = match &verdict {
+    let tells = match finding.verdict() {
         Some(verdict) if !verdict.found.is_empty() => {
             diagnosis.culprits = verdict.found.keys().copied().collect();
             Tells::Run
@@ -42,12 +59,13 @@ pub fn run(args: &DoctorArgs) -> Result<(), Failure> {
         }
     };
     let case = Case {
+        folder: &args.folder,
         loaded: &loaded,
         of: &diagnosis,
         seen: &seen,
         damaged: &damaged,
         processes: &processes,
-        verdict: verdict.as_ref(),
+        finding: &finding,
         tells,
     };
     match args.json {
@@ -69,12 +87,13 @@ enum Tells {
 
 /// All that is known of a run.
 struct Case<'a> {
+    folder: &'a Path,
     loaded: &'a Loaded,
     of: &'a Diagnosis,
     seen: &'a [Seen],
     damaged: &'a BTreeMap<Rank, Damaged>,
     processes: &'a BTreeMap<Rank, Process>,
-    verdict: Option<&'a Verdict>,
+    finding: &'a Finding,
     tells: Tells,
 }
 
@@ -97,64 +116,22 @@ fn narrow(of: &mut Diagnosis, processes: &BTreeMap<Rank, Process>) {
     }
 }
 
-const ELSEWHERE: &str = "on another host";
-const GONE: &str = "gone";
-const STOPPED: &str = "stopped by a signal";
-const DEAD: &str = "dead";
-
-/// The fate of a rank's process.
-struct Process {
-    pid: u32,
-    host: String,
-    state: &'static str,
-    /// Whether it can do nothing any more, or not until somebody lets it.
-    is_still: bool,
-}
-
-impl Process {
-    /// Looks, where it is a process of this host.
-    fn of(seen: &Seen) -> Self {
-        let here = record::host();
-        let status = format!("/proc/{}/status", seen.pid);
-        let state = match std::fs::read_to_string(status) {
-            _ if here != seen.host => ELSEWHERE,
-            Err(_) => GONE,
-            Ok(status) => match status.lines().find_map(|l| l.strip_prefix("State:")) {
-                Some(state) => state_word(state.trim()),
-                None => "there",
-            },
-        };
-        Process {
-            pid: seen.pid,
-            host: seen.host.clone(),
-            state,
-            is_still: [GONE, STOPPED, DEAD].contains(&state),
-        }
-    }
-    fn words(&self) -> String {
-        format!(
-            "process {} on {}, which is {}",
-            self.pid, self.host, self.state
-        )
-    }
-}
-
-fn state_word(state: &str) -> &'static str {
-    match state.as_bytes().first() {
-        Some(b'T' | b't') => STOPPED,
-        Some(b'Z' | b'X') => DEAD,
-        Some(b'D') => "waiting for a disk or the like",
-        Some(b'R') => "running",
-        _ => "there",
-    }
-}
-
 /// Ranks in words.
 pub fn names(ranks: impl IntoIterator<Item = Rank>) -> String {
     let names: Vec<String> = ranks.into_iter().map(|r| r.to_string()).collect();
     match names.split_last() {
         Some((last, rest)) if !rest.is_empty() => format!("{} and {last}", rest.join(", ")),
         _ => names.join(""),
+    }
+}
+
+/// Ranks in words, of many only the first.
+fn few(ranks: &[Rank]) -> String {
+    match ranks {
+        [first, ..] if ranks.len() > MOST_NAMED => {
+            format!("{} ranks (the first is {first})", ranks.len())
+        }
+        _ => names(ranks.iter().copied()),
     }
 }
 
@@ -177,39 +154,23 @@ pub fn activity(loaded: &Loaded, rank: Rank, of: &Doing) -> String {
             let missing = names(missing.iter().copied());
             format!("waited for {missing} in {}", in_words(loaded, rank, what))
         }
-    }
-}
-
-/// The finding of a run, in a sentence.
-fn finding(of: &Verdict) -> String {
-    let mut by_fate: BTreeMap<&Fate, Vec<Rank>> = BTreeMap::new();
-    for (rank, fate) in &of.found {
-        by_fate.entry(fate).or_default().push(*rank);
-    }
-    let fates = by_fate.into_iter().map(|(fate, ranks)| {
-        let are = if ranks.len() == 1 { "is" } else { "are" };
-        let ranks = names(ranks);
-        match fate {
-            Fate::Lost(how) => format!("{ranks} {are} lost ({how})"),
-            Fate::Missed { by, seconds } => {
-                format!("{by} waited for {ranks} for {seconds} s, in vain")
-            }
-            Fate::Failed => format!("{ranks} failed"),
-        }
-    });
-    match of.found.is_empty() {
-        true => format!("The run itself ended with this error: {}", of.error),
-        false => format!(
-            "The run itself found: {}.",
-            fates.collect::<Vec<_>>().join("; ")
+        Doing::Unclear { what, unknown } => format!(
+            "was in {}, and it cannot be told whether it waited there for {}",
+            in_words(loaded, rank, what),
+            few(unknown)
         ),
     }
 }
 
 fn words(case: &Case<'_>) -> String {
     let (of, processes) = (case.of, case.processes);
-    let mut lines: Vec<String> = case.verdict.map(finding).into_iter().collect();
+    let mut lines: Vec<String> = case.finding.words().into_iter().collect();
     match case.tells {
+        _ if case.seen.is_empty() => lines.push(format!(
+            "There are no records of ranks that can be read in {}, so it cannot be told where the ranks \
+             were and who waited for whom.",
+            case.folder.display()
+        )),
         Tells::Run => {
             let awaited = is_awaited(of).then(|| {
                 format!(
@@ -230,16 +191,21 @@ fn words(case: &Case<'_>) -> String {
         Tells::Nobody => {
             // Those with a finding of the run ended because of it.
             let ended = ended_within(case);
-            lines.extend(of_ended(&ended).filter(|_| case.verdict.is_none()));
+            let is_told = case.finding.verdict().is_some();
+            lines.extend(of_ended(&ended).filter(|_| !is_told));
             lines.push(undecided(of, !ended.is_empty()));
         }
     }
+    lines.extend(untold(of).filter(|_| !case.seen.is_empty()));
     for (&rank, doing) in &of.ranks {
         if let Some(Damaged { path, problem }) = case.damaged.get(&rank) {
             let path = path.display();
             lines.push(format!(
                 "  {rank} left a record that is damaged ({path}: {problem}), so that nothing is known of it."
             ));
+            continue;
+        }
+        if case.seen.is_empty() {
             continue;
         }
         let process = processes.get(&rank);
@@ -260,6 +226,33 @@ fn n_waiting(of: &Diagnosis) -> usize {
     all.filter(|d| matches!(d, Doing::Waiting { .. })).count()
 }
 
+/// Those of whom nothing is known.
+fn unknown(of: &Diagnosis) -> Vec<Rank> {
+    let all = of.ranks.iter();
+    let unknown = all.filter(|(_, doing)| **doing == Doing::Nothing);
+    unknown.map(|(rank, _)| *rank).collect()
+}
+
+/// Says whether a rank is in a call of which it is not known whether others are late there.
+fn is_unclear(of: &Diagnosis) -> bool {
+    let mut all = of.ranks.values();
+    all.any(|doing| matches!(doing, Doing::Unclear { .. }))
+}
+
+/// All that cannot be told for want of records, in a sentence.
+fn untold(of: &Diagnosis) -> Option<String> {
+    match &unknown(of)[..] {
+        [] => None,
+        [one] => Some(format!(
+            "{one} left no record that can be read: whether others waited for it cannot be told."
+        )),
+        all => Some(format!(
+            "{} left no records that can be read: whether others waited for them cannot be told.",
+            few(all)
+        )),
+    }
+}
+
 /// Says whether a rank waits for one of the culprits.
 fn is_awaited(of: &Diagnosis) -> bool {
     of.ranks.values().any(|doing| match doing {
@@ -275,7 +268,11 @@ fn ended_within(case: &Case<'_>) -> Vec<Rank> {
             .get(rank)
             .is_some_and(|p| [GONE, DEAD].contains(&p.state));
         let doing = case.of.ranks.get(rank);
-        ended && matches!(doing, Some(Doing::Working(_) | Doing::Waiting { .. }))
+        ended
+            && matches!(
+                doing,
+                Some(Doing::Working(_) | Doing::Waiting { .. } | Doing::Unclear { .. })
+            )
     };
     case.of.ranks.keys().copied().filter(is_within).collect()
 }
@@ -296,14 +293,27 @@ fn of_ended(ended: &[Rank]) -> Option<String> {
 /// Who holds a run up whose processes are there.
 fn accusation(of: &Diagnosis) -> String {
     match (of.culprits.len(), n_waiting(of)) {
-        (0, 0) => "No rank waited for another one.".to_string(),
+        (0, _) if is_unclear(of) => "The records do not tell who holds the run up.".to_string(),
+        (0, 0) => none_waited(of),
         (0, _) => "Ranks wait for each other in a circle, which `meshwright check` would have \
                    refused: their programs are not those of one plan."
             .to_string(),
+        // By the state of their processes alone: one without a record may be to blame as well.
+        _ if is_unclear(of) && !is_awaited(of) => format!(
+            "{} may have kept the others waiting, by the state of processes: the records do not tell.",
+            names(of.culprits.iter().copied())
+        ),
         _ => format!(
             "{} kept the others waiting.",
             names(of.culprits.iter().copied())
         ),
+    }
+}
+
+fn none_waited(of: &Diagnosis) -> String {
+    match unknown(of).is_empty() {
+        true => "No rank waited for another one.".into(),
+        false => "No rank waited for another one that left a record.".into(),
     }
 }
 
@@ -323,30 +333,36 @@ fn owed(case: &Case<'_>) -> Vec<String> {
 
 /// All that records say of a run that is over, without accusing anybody.
 fn undecided(of: &Diagnosis, is_within: bool) -> String {
-    let unknown = "the records do not tell who held it up";
+    let untold = "the records do not tell who held it up";
+    let are_all_known = unknown(of).is_empty();
+    let whose = match are_all_known {
+        true => "of the run",
+        false => "of the run that left a record",
+    };
     match (of.culprits.is_empty(), is_within) {
         (false, _) => format!(
-            "Others waited for {}, but all processes of the run are gone, and {unknown}: one that dies \
-             in a call may have been ahead of those who had still to come.",
+            "Others waited for {}, but all processes {whose} are gone, and {untold}: one that dies in a \
+             call may have been ahead of those who had still to come.",
             names(of.culprits.iter().copied())
         ),
-        (true, true) => format!(
-            "All processes of the run are gone, and no rank alone was behind the others: {unknown}."
+        (true, true) if are_all_known => format!(
+            "All processes {whose} are gone, and no rank alone was behind the others: {untold}."
         ),
-        (true, false) => "No rank waited for another one.".into(),
+        (true, true) => format!("All processes {whose} are gone, and {untold}."),
+        (true, false) => none_waited(of),
     }
 }
 
 fn print_json(case: &Case<'_>) -> Result<(), Failure> {
     let (of, processes) = (case.of, case.processes);
     let rank = |(rank, doing): (&Rank, &Doing)| {
-        let (state, what, missing) = match doing {
-            Doing::Nothing => ("no record", None, vec![]),
-            Doing::Between => ("between steps", None, vec![]),
-            Doing::Working(what) => ("working", Some(what), vec![]),
-            Doing::Waiting { what, missing } => {
-                ("waiting", Some(what), missing.iter().map(|r| r.0).collect())
-            }
+        let none: &[Rank] = &[];
+        let (state, what, missing, unknown) = match doing {
+            Doing::Nothing => ("no record", None, none, none),
+            Doing::Between => ("between steps", None, none, none),
+            Doing::Working(what) => ("working", Some(what), none, none),
+            Doing::Waiting { what, missing } => ("waiting", Some(what), &missing[..], none),
+            Doing::Unclear { what, unknown } => ("in a call", Some(what), none, &unknown[..]),
         };
         let process = processes.get(rank);
         let damaged = case.damaged.get(rank);
@@ -357,6 +373,7 @@ fn print_json(case: &Case<'_>) -> Result<(), Failure> {
             "step": seen.filter(|s| s.plays > 0).map(|s| s.step),
             "what": what,
             "waits_for": missing,
+            "may_wait_for": unknown,
             "owes": of.owed.get(rank).filter(|_| case.tells != Tells::Nobody),
             "pid": process.map(|p| p.pid),
             "host": process.map(|p| &p.host),
@@ -368,7 +385,8 @@ fn print_json(case: &Case<'_>) -> Result<(), Failure> {
     let culprits = of.culprits.iter().filter(|_| case.tells != Tells::Nobody);
     report::print_json(&json!({
         "culprits": culprits.map(|r| r.0).collect::<Vec<_>>(),
-        "verdict": case.verdict,
+        "verdict": case.finding.verdict(),
+        "verdict_problem": case.finding.problem(),
         "ranks": of.ranks.iter().map(rank).collect::<Vec<_>>(),
     }))
 }

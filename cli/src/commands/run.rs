@@ -172,6 +172,7 @@ fn run_as(
     }
     let begun = Journal::begin(args, (setting, &interrupts), (&loaded, first))?;
     warn_of_further(args, first);
+    warn_of_no_rate(args, schedule, first);
     let mut args = RunArgs {
         run: begun.or_else(|| args.run.clone()),
         ..args.clone()
@@ -308,7 +309,9 @@ fn run_as(
             // What is left to do has still to be done.
             (Err((RuntimeError::Gone { .. }, lost)), Some(there)) if goes_on(args, setting) => {
                 let of = (&*loaded.hash, &**graph);
-                let rescued = runtime::checkpoint::rescue(kept, folder, &mut session, of);
+                let compares = args.check_replicas.is_some();
+                let whose = (&mut session, compares);
+                let rescued = runtime::checkpoint::rescue(kept, folder, whose, of);
                 so_far.rescued = Some(rescued);
                 drop(session);
                 if let Err(failure) = write_measurement() {
@@ -340,7 +343,7 @@ fn run_as(
         attempt(what, write_measurement());
     }
     if !failed.is_empty() {
-        return Err(not_all(failed, &written, args.elastic && !has_state));
+        return Err(not_all(args, failed, &written, has_state));
     }
     if measurement.steps.len() as u64 == args.steps {
         journal::end(args);
@@ -611,10 +614,10 @@ fn check_task(args: &RunArgs, task: Task) -> Result<(), Failure> {
     }
 }
 
-/// Reports all that could not be written, and what could. An elastic run `goes_on` by the same
-/// command where its last checkpoint is missing: with that, all its steps are made, and nothing
-/// measures them again.
-fn not_all(failed: Vec<Failure>, written: &[String], goes_on: bool) -> Failure {
+/// Reports all that could not be written, and what could. An elastic run goes on by the same command
+/// where its last checkpoint is missing: with that, all its steps are made, and nothing measures
+/// them again.
+fn not_all(args: &RunArgs, failed: Vec<Failure>, written: &[String], has_state: bool) -> Failure {
     let mut words: Vec<String> = failed.iter().map(Failure::to_string).collect();
     if !written.is_empty() {
         words.push(format!("these were written: {}", written.join(", ")));
@@ -624,10 +627,18 @@ fn not_all(failed: Vec<Failure>, written: &[String], goes_on: bool) -> Failure {
     let failure = first.unwrap_or_else(internal).saying(words.join("\n"));
     // Nothing that was given was bad.
     match failure.exit() {
-        Exit::BadInput => failure.called("not all was written").help(match goes_on {
-            true => elastic::ROOM,
-            false => "make room there, or have the next run write to another place; earlier checkpoints are as they were",
-        }),
+        Exit::BadInput => {
+            let mut help = match args.elastic && !has_state {
+                true => elastic::ROOM,
+                false => "make room there, or have the next run write to another place",
+            }
+            .to_string();
+            let mut folders = args.checkpoint.iter();
+            if folders.any(|folder| !runtime::checkpoint::numbered(folder).is_empty()) {
+                help += "; earlier checkpoints are as they were";
+            }
+            failure.called("not all was written").help(help)
+        }
         _ => failure,
     }
 }
@@ -742,6 +753,39 @@ fn warn_of_further(args: &RunArgs, first: u64) {
             path.display()
         ));
     }
+}
+
+/// Warns of steps at whose learning rate nothing is learnt.
+fn warn_of_no_rate(args: &RunArgs, schedule: &LrSchedule, first: u64) {
+    let end = first.saturating_add(args.steps);
+    let has_rate = |step: u64| schedule.lr_at(step) > 0.0;
+    // A rate that rises from zero has its first step at more than that, and one that decays to zero
+    // stays there.
+    let Some(last) = end
+        .checked_sub(1)
+        .filter(|last| *last >= first && !has_rate(*last))
+    else {
+        return;
+    };
+    let (mut with, mut without) = (first, last);
+    while with < without {
+        let middle = with + (without - with) / 2;
+        (with, without) = match has_rate(middle) {
+            true => (middle + 1, without),
+            false => (with, middle),
+        };
+    }
+    crate::say(format_args!(
+        "warning: the learning rate is 0 {}, so {} nothing: by then it has decayed. Give --total-steps {end}, or a --min-lr above 0.",
+        match last - with {
+            0 => format!("at step {with}"),
+            _ => format!("from step {with} to step {last}"),
+        },
+        match last - with {
+            0 => "that step changes",
+            _ => "these steps change",
+        },
+    ));
 }
 
 /// Whether devices of the kind that the plan was made for run it; an emulated GPU is none of them.

@@ -166,24 +166,27 @@ pub struct Rescued {
 pub enum Unrescued {
     /// They do not have all states, of one step: why, in words.
     Missing(String),
+    /// They have, and those that keep the same ones have other bits of them.
+    Differing(RuntimeError),
     /// They have, and these could not be written.
     Unwritten(RuntimeError),
 }
 
 /// Writes a checkpoint of a run that has failed as ranks were lost, where those that are left have
 /// all states, of one step. As with any checkpoint each rank reads again what it has written, and
-/// the older ones go first where the disk has no room for it.
+/// the older ones go first where the disk has no room for it. Where `compares`, those that keep the
+/// same states have to have the same bits of them, too.
 ///
 /// Fails with the reason: then everything is as before, but for those.
 pub fn rescue(
     kept: usize,
     folder: &Path,
-    session: &mut Session,
+    (session, compares): (&mut Session, bool),
     of: (&str, &str),
 ) -> Result<Rescued, Unrescued> {
-    match rescue_once(kept, folder, session, of) {
+    match rescue_once(kept, folder, (session, compares), of) {
         Err(Unrescued::Unwritten(e)) if make_room(folder, kept, &session.whole(), &e) => {
-            rescue_once(kept, folder, session, of)
+            rescue_once(kept, folder, (session, compares), of)
         }
         rescued => rescued,
     }
@@ -192,11 +195,14 @@ pub fn rescue(
 fn rescue_once(
     kept: usize,
     folder: &Path,
-    session: &mut Session,
+    (session, compares): (&mut Session, bool),
     (plan, model): (&str, &str),
 ) -> Result<Rescued, Unrescued> {
     let error = |e: std::io::Error| problem(folder, format!("cannot write a checkpoint: {e}"));
     let left = session.left().map_err(Unrescued::Missing)?;
+    if compares {
+        session.compare_left(&left)?;
+    }
     let unfinished = Unfinished::folder(folder).map_err(error);
     let unfinished = unfinished.map_err(Unrescued::Unwritten)?;
     let step = left.step;

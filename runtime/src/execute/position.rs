@@ -12,7 +12,7 @@ use crate::fabric::{Call, CallKind};
 use crate::record::{Doing, Owed, Seen};
 use ir::Rank;
 use ir::program::{Program, RoleProgram};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// A place where ranks can meet: a communicator, or a way from one rank to another for one
 /// transfer.
@@ -188,38 +188,40 @@ impl Position<'_> {
             begun: self.seen.begun,
         })
     }
-    /// The activity of the rank, given where the others were.
+    /// The activity of the rank, given where the others were. Whoever is not among them may have
+    /// come to its call, or not.
     pub fn doing(&self, all: &BTreeMap<Rank, Position<'_>>) -> Doing {
         let (what, meetings) = match &self.now {
             Now::Between => return Doing::Between,
             Now::Working(what) => return Doing::Working(what.clone()),
-            Now::Calling(what, meetings) => (what, meetings),
+            Now::Calling(what, meetings) => (what.clone(), meetings),
         };
-        let mut missing = Vec::new();
+        let (mut missing, mut unknown) = (BTreeSet::new(), BTreeSet::new());
         for (meeting, others) in meetings {
-            let mine = (
-                self.seen.plays,
-                self.come.get(meeting).copied().unwrap_or(0),
-            );
+            let come = |p: &Position<'_>| {
+                let here = p.come.get(meeting).copied().unwrap_or(0);
+                (p.seen.plays, here)
+            };
+            let mine = come(self);
             for &other in others {
-                let theirs = all.get(&other);
-                let theirs =
-                    theirs.map(|p| (p.seen.plays, p.come.get(meeting).copied().unwrap_or(0)));
-                if theirs < Some(mine) && !missing.contains(&other) {
-                    missing.push(other);
-                }
+                match all.get(&other) {
+                    None => unknown.insert(other),
+                    Some(p) => come(p) < mine && missing.insert(other),
+                };
             }
         }
         debug_assert!(!missing.contains(&self.rank));
-        match missing.is_empty() {
-            true => Doing::Working(what.clone()),
-            false => {
-                missing.sort_unstable();
-                Doing::Waiting {
-                    what: what.clone(),
-                    missing,
-                }
-            }
+        let ranks = |of: BTreeSet<Rank>| of.into_iter().collect();
+        match (missing.is_empty(), unknown.is_empty()) {
+            (true, true) => Doing::Working(what),
+            (true, false) => Doing::Unclear {
+                what,
+                unknown: ranks(unknown),
+            },
+            (false, _) => Doing::Waiting {
+                what,
+                missing: ranks(missing),
+            },
         }
     }
 }

@@ -119,6 +119,56 @@ fn whoever_stops_is_found_wherever_it_stops() {
     assert!(n_found > len / 2, "{n_found} of {len}");
 }
 
+/// Whatever is said without the record of a rank is what would be said with it, wherever all are.
+#[test]
+fn nothing_follows_from_a_record_that_is_missing() {
+    const PLACES: u64 = 40;
+    let program = program();
+    let len = |role: usize| {
+        let script = Scripts::new(&program, role).unwrap().of(true);
+        script.slots.iter().map(Vec::len).sum::<usize>() as u64
+    };
+    let lens = [len(0), len(0), len(1), len(1)];
+    let mut n_unclear = 0;
+    for stop in 0..PLACES {
+        // Some further than others, in an instruction each.
+        let at = |rank: u32| 1 + (stop * 17 + u64::from(rank) * 5) % (lens[rank as usize] - 1);
+        let all: Vec<Seen> = (0..4).map(|r| seen(r, 1, at(r), at(r) - 1)).collect();
+        let full = diagnose(&program, &all).unwrap();
+        for lost in (0..4).map(Rank) {
+            let some: Vec<Seen> = all.iter().filter(|s| s.rank != lost).cloned().collect();
+            let said = diagnose(&program, &some).unwrap();
+            assert_eq!(said.ranks[&lost], Doing::Nothing);
+            assert!(said.culprits.is_subset(&full.culprits), "at {stop}");
+            for (rank, doing) in said.ranks.iter().filter(|(rank, _)| **rank != lost) {
+                let with = &full.ranks[rank];
+                match (doing, with) {
+                    (Doing::Unclear { what, unknown }, Doing::Working(other)) => {
+                        assert_eq!((what, &unknown[..]), (other, &[lost][..]));
+                        n_unclear += 1;
+                    }
+                    (
+                        Doing::Unclear { what, unknown },
+                        Doing::Waiting {
+                            what: other,
+                            missing,
+                        },
+                    ) => {
+                        assert_eq!((what, unknown, &[lost][..]), (other, missing, &missing[..]));
+                        n_unclear += 1;
+                    }
+                    (Doing::Waiting { missing, .. }, Doing::Waiting { missing: all, .. }) => {
+                        let others = all.iter().filter(|r| **r != lost).copied();
+                        assert_eq!(*missing, others.collect::<Vec<_>>(), "at {stop}");
+                    }
+                    (doing, with) => assert_eq!(doing, with, "{rank} at {stop} without {lost}"),
+                }
+            }
+        }
+    }
+    assert!(n_unclear > 0);
+}
+
 /// Calls of rank 3 before an instruction of its script, counted by the kinds of instructions.
 fn calls_before(program: &Program, instruction: u64) -> u64 {
     let role = &program.roles[1];

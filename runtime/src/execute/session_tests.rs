@@ -2,6 +2,7 @@
 
 use super::naive::lower;
 use super::{Session, SessionOptions, StateRequest, States, StepResult};
+use crate::checkpoint::Unrescued;
 use crate::device::Backend;
 use crate::error::RuntimeError;
 use crate::execute::Local;
@@ -860,6 +861,34 @@ fn a_turned_bit_of_a_replica_is_found() {
         let error = session.check_replicas().unwrap_err().to_string();
         assert_eq!(error, expected);
     }
+}
+
+/// The ranks that are left after a loss have all states in memory, and not all the same ones: no
+/// checkpoint is made of them where they are compared.
+#[test]
+fn turned_bits_are_not_rescued() {
+    let (case, program) = replicated();
+    let initial = |r: StateRequest<'_>| Ok(case.initial(r.path, r.role, r.lens));
+    let mut session = Session::new(&program, &case.spec, OPTIONS, initial).unwrap();
+    session.step(&case.batches[0], 0.1, false).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path();
+    let rescue = |session: &mut Session, compares| {
+        let made = crate::checkpoint::rescue(2, folder, (session, compares), ("0", ""));
+        (made, crate::checkpoint::numbered(folder).len())
+    };
+    let (made, there) = rescue(&mut session, true);
+    assert_eq!((made.unwrap().step, there), (1, 1));
+    let state = kept_by_all(&program).unwrap();
+    session.turn_bit(Rank(1), state, 3).unwrap();
+    let (made, there) = rescue(&mut session, true);
+    let Err(Unrescued::Differing(RuntimeError::Replicas { step, odd, .. })) = made else {
+        panic!("{made:?}");
+    };
+    assert_eq!((step, odd, there), (1, vec![Rank(1)], 1));
+    // Nobody asked.
+    let (made, there) = rescue(&mut session, false);
+    assert_eq!((made.unwrap().step, there), (1, 2));
 }
 
 /// The step at which a norm is no number changes no state, and playing it again finds where that

@@ -24,6 +24,9 @@ const READ_AHEAD: usize = 1 << 16;
 const FAREWELL: Duration = Duration::from_secs(5);
 /// Longest that is waited for word of how a process ended.
 const OBITUARY: Duration = Duration::from_millis(300);
+/// How long the ends of others are waited for behind that of the first: those that were killed with it
+/// end within this time. The ones that only miss it are still asked for what they have.
+const NEWS: Duration = Duration::from_millis(150);
 
 fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
     // No code that holds one of these leaves it half-changed.
@@ -126,6 +129,8 @@ struct Desk {
     over: Mutex<BTreeMap<usize, bool>>,
     /// When something last came from them.
     heard: Mutex<BTreeMap<usize, Instant>>,
+    /// Those whose connections had ended shortly after the first one was missed.
+    missed: Mutex<Option<Vec<usize>>>,
 }
 
 /// Who has said something within this time is there: a process that is given up was asked before, as
@@ -369,15 +374,35 @@ impl Processes {
         // Whoever started it learns how it ended a little later than its connection does.
         let is_watched = *lock(&self.desk.is_watched);
         let until = Instant::now() + if is_watched { OBITUARY } else { Duration::ZERO };
-        let how = loop {
-            let fate = lock(&self.desk.fates).get(&process).cloned();
-            if fate.is_some() || Instant::now() >= until {
-                break fate.or_else(|| lock(&self.desk.breaks).get(&process).cloned());
-            }
+        while !lock(&self.desk.fates).contains_key(&process) && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(10));
+        }
+        let mut missed = lock(&self.desk.missed);
+        if missed.is_none() && !is_watched && self.place.index == 0 {
+            std::thread::sleep(NEWS);
+            *missed = Some(self.over());
+        }
+        self.lost((process, rank), self.fate(process), false)
+    }
+    /// How a process ended that is gone, as far as is known.
+    fn fate(&self, process: usize) -> String {
+        let told = lock(&self.desk.fates).get(&process).cloned();
+        let how = told.or_else(|| lock(&self.desk.breaks).get(&process).cloned());
+        how.unwrap_or_else(|| "its connection ended".into())
+    }
+    /// The ranks of all processes that were gone when the first one was missed, and how those ended;
+    /// nothing where whoever started the processes knows better.
+    pub fn missed(&self) -> Vec<(Rank, String)> {
+        let missed = lock(&self.desk.missed).clone().unwrap_or_default();
+        let Some(attached) = lock(&self.desk.attached).clone() else {
+            return Vec::new();
         };
-        let how = how.unwrap_or_else(|| "its connection ended".into());
-        self.lost((process, rank), how, false)
+        let ranks = |process: usize| attached.ranks.get(process).cloned().unwrap_or_default();
+        let fates = missed.into_iter().flat_map(|process| {
+            let how = self.fate(process);
+            ranks(process).into_iter().map(move |r| (r, how.clone()))
+        });
+        fates.collect()
     }
     /// The error of a rank of a process that is there and does not answer.
     pub(crate) fn silent(&self, process: usize, rank: Rank) -> RuntimeError {

@@ -1,5 +1,6 @@
-use super::{Record, at, mapped};
+use super::{Fate, PLACES, Record, VERSION, Verdict, WORDS, at, mapped, read};
 use ir::Rank;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -134,4 +135,108 @@ fn a_folder_that_is_not_there_is_said() {
     let none = folder.path().join("none");
     let error = Record::create(&none, "a plan", Rank(3)).unwrap_err();
     assert!(error.to_string().contains("none/rank-3.record"), "{error}");
+}
+
+/// Process, host, rank and plan are never other ones than were written.
+#[test]
+fn a_bit_of_a_record_that_turns_outside_of_its_places_is_found() {
+    let folder = tempfile::tempdir().unwrap();
+    let (mut record, path) = begun(folder.path());
+    record.play(true, 7);
+    let whole = std::fs::read(&path).unwrap();
+    let places = PLACES[0]..PLACES[1] + 8 * WORDS;
+    for byte in (0..mapped::LEN).filter(|byte| !places.contains(byte)) {
+        for bit in 0..8 {
+            let mut bytes = whole.clone();
+            bytes[byte] ^= 1 << bit;
+            std::fs::write(&path, bytes).unwrap();
+            let said = match at(&path) {
+                Ok(found) => {
+                    assert_eq!(found, None, "bit {bit} of byte {byte}");
+                    "it is no record".to_string()
+                }
+                Err(e) => e.to_string(),
+            };
+            let expected = match byte {
+                0..VERSION => "it is no record",
+                VERSION => "it is a record of version ",
+                _ => "its head is not as it was written",
+            };
+            assert!(said.starts_with(expected), "byte {byte}: {said}");
+        }
+    }
+    // The other ranks' are read all the same.
+    let mut bytes = whole;
+    bytes[185] ^= 1;
+    std::fs::write(&path, bytes).unwrap();
+    drop(Record::create(folder.path(), "a plan", Rank(1)).unwrap());
+    let all = read(folder.path()).unwrap();
+    assert_eq!(all.seen.len(), 1);
+    let problem = &all.damaged[&Rank(3)].problem;
+    assert_eq!(problem, "its head is not as it was written");
+}
+
+#[test]
+fn a_record_of_another_version_or_without_a_place_is_said() {
+    let folder = tempfile::tempdir().unwrap();
+    let (record, path) = begun(folder.path());
+    drop(record);
+    let whole = std::fs::read(&path).unwrap();
+    let mut before = whole.clone();
+    before[VERSION] = 3;
+    std::fs::write(&path, before).unwrap();
+    let error = at(&path).unwrap_err().to_string();
+    let expected = "it is a record of version 3, and this build reads version 4";
+    assert_eq!(error, expected);
+    let mut without = whole;
+    PLACES.iter().for_each(|at| without[*at] = 1);
+    std::fs::write(&path, without).unwrap();
+    let error = at(&path).unwrap_err().to_string();
+    assert_eq!(error, "neither of its two places is as it was written");
+}
+
+#[test]
+fn the_length_of_a_file_that_is_no_record_is_its_own() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("rank-3.record");
+    let file = std::fs::File::create(&path).unwrap();
+    for n in [1, 511, 513, 514, 1 << 20, 100 << 30] {
+        file.set_len(n).unwrap();
+        let error = at(&path).unwrap_err().to_string();
+        let expected = format!("it has {n} bytes, and a record has 512");
+        assert_eq!(error, expected);
+    }
+}
+
+#[test]
+fn a_finding_beside_records_is_read_whole_or_refused_in_words() {
+    let folder = tempfile::tempdir().unwrap();
+    assert_eq!(Verdict::find(folder.path()).unwrap(), None);
+    let missed = Fate::Missed {
+        by: Rank(7),
+        seconds: 2,
+    };
+    let verdict = Verdict {
+        error: "rank2 is lost".into(),
+        found: BTreeMap::from([(Rank(2), Fate::Lost("gone".into())), (Rank(3), missed)]),
+        by: None,
+    };
+    verdict.write(folder.path()).unwrap();
+    let read = Verdict::find(folder.path()).unwrap();
+    assert_eq!(read.as_ref(), Some(&verdict));
+    let ranks: Vec<Rank> = verdict.ranks().into_iter().collect();
+    assert_eq!(ranks, [Rank(2), Rank(3), Rank(7)]);
+    let path = folder.path().join("verdict.json");
+    let text = std::fs::read(&path).unwrap();
+    let refused = || Verdict::find(folder.path()).unwrap_err().to_string();
+    for n in 0..text.len() {
+        std::fs::write(&path, &text[..n]).unwrap();
+        let said = refused();
+        assert!(said.contains("verdict.json: it is "), "{said}");
+        assert_eq!(Verdict::read(folder.path()), None);
+    }
+    let file = std::fs::File::create(&path).unwrap();
+    file.set_len(100 << 30).unwrap();
+    let said = refused();
+    assert!(said.contains("it has 107374182400 bytes"), "{said}");
 }

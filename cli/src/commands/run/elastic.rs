@@ -253,6 +253,9 @@ impl SoFar {
 pub fn unrescued(reason: &Unrescued) -> String {
     match reason {
         Unrescued::Missing(why) => format!("do not have all states in memory, as {why}"),
+        Unrescued::Differing(e) => {
+            format!("have all states in memory, but not all the same ones: {e}")
+        }
         Unrescued::Unwritten(e) => {
             format!("have all states in memory, but these cannot be written: {e}")
         }
@@ -279,7 +282,8 @@ pub fn without_room(failure: Failure, standing: &str) -> Failure {
 }
 
 /// The way on of an elastic run that cannot write something.
-pub const ROOM: &str = "make room there: the same command then goes on with the run";
+pub const ROOM: &str =
+    "once files can be written there again, the same command goes on with the run";
 
 /// The steps that are lost where a run had made so many and goes on from this one, as a sentence
 /// behind others; nothing where there are none.

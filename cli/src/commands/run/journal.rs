@@ -361,7 +361,14 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
         return Err(elastic::none_whole(&run, &damaged));
     }
     let step = newest.as_ref().map_or(journal.first, |(_, step)| *step);
+    let was = before.loaded_unless(loaded);
+    let was = was.as_ref().unwrap_or(loaded);
+    let is_was = was.hash == before.hash;
+    let done = reached(args, was).filter(|_| is_was);
+    let has_all = done.is_some_and(|done| newest.is_some() && done <= step);
     let not = match &salvaged {
+        // Nothing that was not left is missed where the newest checkpoint has it.
+        Some(Err(Unrescued::Missing(_))) if has_all => String::new(),
         Some(Err(Unrescued::Missing(reason))) => {
             format!("The ranks that were left did not leave all states, as {reason}. ")
         }
@@ -370,13 +377,9 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
                 "The ranks that were left had left all states, but no checkpoint can be made of these: {e}. "
             )
         }
-        _ => String::new(),
+        Some(Ok(_) | Err(Unrescued::Differing(_))) | None => String::new(),
     };
-    let was = before.loaded_unless(loaded);
-    let was = was.as_ref().unwrap_or(loaded);
-    let is_was = was.hash == before.hash;
-    let lost = reached(args, was).filter(|_| is_was);
-    let lost = lost.map_or_else(String::new, |done| elastic::steps_lost(done, step));
+    let lost = done.map_or_else(String::new, |done| elastic::steps_lost(done, step));
     let source = match (&newest, &args.resume) {
         (Some((path, _)), _) if salvaged.as_ref().is_some_and(|s| s.is_ok()) => format!(
             "The ranks that were left had all states in memory: no step is lost ({}).",

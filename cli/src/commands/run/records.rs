@@ -8,7 +8,7 @@ use super::among::Company;
 use super::elastic::SoFar;
 use crate::args::{DecayArg, RunArgs};
 use crate::commands::doctor::{activity, names, when};
-use crate::failure::Failure;
+use crate::failure::{DIVERGED, Failure};
 use crate::plan_file::Loaded;
 use crate::report::place::{in_words, without_empty};
 use ir::Rank;
@@ -108,10 +108,7 @@ fn examined(
     };
     seen.retain(|s| s.plan == loaded.hash);
     let doing = record::diagnose(&loaded.program, &seen).map(|d| d.ranks);
-    let mut doing = doing.unwrap_or_default();
-    doing
-        .values_mut()
-        .for_each(|doing| forget_absent(doing, &seen));
+    let doing = doing.unwrap_or_default();
     let verdict = Verdict {
         error: error.to_string(),
         found: found(error, (&seen, &doing), company),
@@ -151,9 +148,31 @@ fn lost_too(error: &RuntimeError, found: &BTreeMap<Rank, Fate>, seen: &[Seen]) -
             all.entry(how).or_default().push(*other);
         }
     }
+    let process_of = |r: &Rank| {
+        let seen = seen.iter().find(|s| s.rank == *r);
+        seen.map(|s| (s.pid, &s.host))
+    };
     let words = |(how, ranks): (&String, Vec<Rank>)| {
-        let are = if ranks.len() == 1 { "is" } else { "are" };
-        format!("{} {are} lost, too: {how}", names(ranks))
+        let first = process_of(&ranks[0]);
+        let is_one = first.is_some() && ranks.iter().all(|r| process_of(r) == first);
+        let whose = if is_one {
+            "their process"
+        } else {
+            "the process of each"
+        };
+        // The end of one is told as its own.
+        let own = how
+            .strip_prefix("it ")
+            .map(|rest| format!("{whose} {rest}"));
+        let connection = how.strip_prefix("its connection ");
+        let theirs = own.or_else(|| Some(format!("the connection to {whose} {}", connection?)));
+        match &ranks[..] {
+            [rank] => format!("{rank} is lost, too: {how}"),
+            _ => {
+                let how = theirs.as_ref().unwrap_or(how);
+                format!("{} are lost, too: {how}", names(ranks))
+            }
+        }
     };
     let words: Vec<String> = all.into_iter().map(words).collect();
     (!words.is_empty()).then(|| words.join(". "))
@@ -175,16 +194,6 @@ fn plain(loaded: &Loaded, error: &RuntimeError) -> String {
     }
 }
 
-/// Takes those for whom there is no record out of a wait: they may be on another host.
-fn forget_absent(doing: &mut Doing, seen: &[Seen]) {
-    if let Doing::Waiting { what, missing } = doing {
-        missing.retain(|r| seen.iter().any(|s| s.rank == *r));
-        if missing.is_empty() {
-            *doing = Doing::Working(std::mem::take(what));
-        }
-    }
-}
-
 /// The failure of a run whose steps ended with an error, explained by these words, with the way to
 /// learn more and to go on. `so_far` is what this process knows of the run.
 pub fn failure(
@@ -199,6 +208,8 @@ pub fn failure(
     });
     let is_watchdog = error.is_watchdog();
     let is_gone = matches!(error, RuntimeError::Gone { .. });
+    let has_diverged = matches!(error, RuntimeError::Diverged { .. });
+    let is_turned = matches!(error, RuntimeError::Replicas { .. });
     let failure = Failure::from(error);
     let failure = match words == failure.to_string() {
         true => failure,
@@ -213,12 +224,19 @@ pub fn failure(
                 "its own message, where it wrote one, is above; {doctor}{way_on}"
             ))
         }
+        _ if has_diverged && args.elastic => failure.help(format!(
+            "{DIVERGED}: that is another run, so give it another --checkpoint folder, and to go on from a checkpoint of this one --resume"
+        )),
+        _ if is_turned => failure.help(format!("{TURNED}; {}", way_on(args, so_far))),
         Some(doctor) if is_watchdog => failure.help(format!(
             "on a busy machine give ranks longer with --time-out SECONDS; {doctor}"
         )),
         _ => failure,
     }
 }
+
+/// The meaning of a difference between replicas for what was written.
+const TURNED: &str = "a memory or a processor turned a bit since the last comparison, so have that host looked at before it is used again. States are compared before they are written: no checkpoint of this run has that bit";
 
 /// How a run that lost a process goes on from its newest checkpoint, in words.
 fn way_on(args: &RunArgs, so_far: Option<&SoFar>) -> String {
@@ -318,6 +336,10 @@ fn found(
                         .entry(s.rank)
                         .or_insert_with(|| Fate::Lost(how.clone()));
                 }
+            }
+            let missed = company.map_or_else(Vec::new, |c| c.processes.missed());
+            for (rank, how) in missed {
+                found.entry(rank).or_insert(Fate::Lost(how));
             }
         }
         RuntimeError::Watchdog {

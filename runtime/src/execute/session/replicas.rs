@@ -24,12 +24,23 @@ impl Session {
     pub fn check_replicas(&mut self) -> Result<(), RuntimeError> {
         let all = self.ranks.clone();
         let replies = self.ask(&all, |_| Request::Hash)?;
+        let hashes = all.into_iter().zip(replies);
+        let hashes = hashes.filter_map(|(member, reply)| match reply {
+            Reply::Hashes(hashes) => Some((member, hashes)),
+            _ => None,
+        });
+        self.compare(self.step, hashes)
+    }
+
+    /// Compares the hashes of states after so many steps, in the order of each rank's states.
+    pub(super) fn compare(
+        &self,
+        step: u64,
+        hashes: impl Iterator<Item = (Member, Vec<String>)>,
+    ) -> Result<(), RuntimeError> {
         let promised = Promised::by(&self.program);
         let mut seen: BTreeMap<_, BTreeMap<String, Vec<Rank>>> = BTreeMap::new();
-        for (Member { rank, role, .. }, reply) in all.into_iter().zip(replies) {
-            let Reply::Hashes(hashes) = reply else {
-                continue;
-            };
+        for (Member { rank, role, .. }, hashes) in hashes {
             let this = &self.program.roles[role];
             for (state, hash) in this.states.iter().zip(hashes) {
                 let b = this.buffer(state.buffer);
@@ -54,7 +65,7 @@ impl Session {
         // Two that differ do not tell which of them is wrong.
         let is_known = groups.iter().all(|g| g.len() < most.len());
         Err(RuntimeError::Replicas {
-            step: self.step,
+            step,
             path,
             odd: groups.concat(),
             others: most,

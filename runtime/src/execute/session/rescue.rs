@@ -21,6 +21,8 @@ pub(crate) struct Left {
     pub step: u64,
     /// The states that each of them writes.
     shares: BTreeMap<Rank, Vec<StateBuffer>>,
+    /// All ranks at that step, those included that have nothing to write.
+    ranks: BTreeSet<Rank>,
 }
 
 impl Session {
@@ -44,7 +46,13 @@ impl Session {
         };
         for (step, ranks) in at.into_iter().rev() {
             match shares_of(&self.program, |r| ranks.contains(&r)) {
-                Ok(shares) => return Ok(Left { step, shares }),
+                Ok(shares) => {
+                    return Ok(Left {
+                        step,
+                        shares,
+                        ranks,
+                    });
+                }
                 Err(Lost { path, had }) => {
                     let had: Vec<String> = had.iter().map(ToString::to_string).collect();
                     reason = format!(
@@ -55,6 +63,22 @@ impl Session {
             }
         }
         Err(reason)
+    }
+
+    /// Compares their states, as [`Session::check_replicas`] does with those of all ranks. Fails with
+    /// the first that differs, or with the reason why they cannot be compared.
+    pub(crate) fn compare_left(&mut self, left: &Left) -> Result<(), Unrescued> {
+        let is_left = |m: &&Member| left.ranks.contains(&m.rank);
+        let there: Vec<Member> = self.ranks.iter().filter(is_left).copied().collect();
+        let patience = self.watchdog.saturating_mul(ALONE);
+        let replies = self.ask_left(&there, patience, |_| Request::Hash);
+        let hashes = there.iter().zip(replies).map(|(m, reply)| match reply {
+            Some(Reply::Hashes(hashes)) => Ok((*m, hashes)),
+            _ => Err(Unrescued::Missing(format!("{} is lost, too", m.rank))),
+        });
+        let hashes: Vec<_> = hashes.collect::<Result<_, _>>()?;
+        let same = self.compare(left.step, hashes.into_iter());
+        same.map_err(Unrescued::Differing)
     }
 
     /// Has them write their shares to files in `folder`. Fails with the reason why one could not.
