@@ -238,7 +238,11 @@ fn doctor_says_how_far_a_finding_is_good() {
     let lost = "The run itself found: rank2 is lost (it was killed by signal 9).";
     let foreign = "The finding in run.records does not belong to this plan, so nothing is taken \
                    from it: it names rank9, and the plan's ranks are rank0 to rank3.";
-    let broken = "The run's own finding cannot be read: run.records/verdict.json: it is ";
+    let broken = "The file that would have the run's own finding has no whole one, so nothing is \
+                  taken from it: run.records/verdict.json: it is ";
+    let other =
+        "The finding in run.records is of a run of another plan, so nothing is taken from it.";
+    let of_another = good.replacen('{', "{\"plan\": \"f00d\", ", 1);
     let verdict = "run.records/verdict.json";
     place.write(verdict, &good);
     let (words, json) = examined();
@@ -246,6 +250,7 @@ fn doctor_says_how_far_a_finding_is_good() {
     assert_eq!(json["culprits"], serde_json::json!([2]), "{json}");
     let unusable = strange.iter().map(|text| (&text[..], foreign));
     let unusable = unusable.chain(none.map(|text| (text, broken)));
+    let unusable = unusable.chain([(&of_another[..], other)]);
     let unusable: Vec<(&str, &str)> = unusable.collect();
     for (text, why) in &unusable {
         place.write(verdict, text);

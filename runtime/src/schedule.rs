@@ -147,6 +147,12 @@ impl LrSchedule {
         (self.min + (self.peak - self.min) * share).min(self.peak)
     }
 
+    /// The step from which on the rate is zero, where it decays to that.
+    pub fn zero_from(&self) -> Option<u64> {
+        let ends = self.decay != Decay::Constant && self.min == 0.0;
+        ends.then_some(self.total_steps)
+    }
+
     /// The highest rate.
     pub fn peak(&self) -> f64 {
         self.peak
@@ -232,6 +238,19 @@ mod tests {
             assert_eq!(schedule(Decay::Constant).lr_at(step), 1.0);
         }
         assert_eq!(LrSchedule::constant(0.5).unwrap().lr_at(0), 0.5);
+    }
+
+    #[test]
+    fn the_rate_is_zero_from_the_step_that_is_said() {
+        let of = |min, total, decay| LrSchedule::new(1.0, min, 4, total, decay).unwrap();
+        for decay in [Decay::Linear, Decay::Cosine] {
+            let ends = of(0.0, 14, decay);
+            assert_eq!(ends.zero_from(), Some(14));
+            assert!(ends.lr_at(13) > 0.0 && ends.lr_at(14) == 0.0 && ends.lr_at(u64::MAX) == 0.0);
+            assert_eq!(of(0.1, 14, decay).zero_from(), None);
+            assert_eq!(of(0.0, u64::MAX, decay).zero_from(), Some(u64::MAX));
+        }
+        assert_eq!(of(0.0, 14, Decay::Constant).zero_from(), None);
     }
 
     #[test]

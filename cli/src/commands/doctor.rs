@@ -29,7 +29,7 @@ const MOST_NAMED: usize = 8;
 pub fn run(args: &DoctorArgs) -> Result<(), Failure> {
     let loaded = plan_file::load(&args.plan)?;
     let all = record::read_any(&args.folder)?;
-    let finding = Finding::of(&args.folder, &loaded.program);
+    let finding = Finding::of(&args.folder, (&loaded.program, &loaded.hash));
     // A finding says something without any records, too.
     let Records { seen, damaged } = match finding.verdict() {
         Some(_) => all,
@@ -126,7 +126,7 @@ pub fn names(ranks: impl IntoIterator<Item = Rank>) -> String {
 }
 
 /// Ranks in words, of many only the first.
-fn few(ranks: &[Rank]) -> String {
+pub fn few(ranks: &[Rank]) -> String {
     match ranks {
         [first, ..] if ranks.len() > MOST_NAMED => {
             format!("{} ranks (the first is {first})", ranks.len())

@@ -17,7 +17,9 @@ mod orphan;
 mod other_devices;
 mod records;
 mod rendezvous;
+mod said;
 mod told;
+mod warnings;
 mod watch;
 
 use crate::args::{BackendArg, CheckpointMode, DecayArg, MatmulsArg, RunArgs};
@@ -27,8 +29,6 @@ use crate::interrupt::{BEFORE_IT_WENT_ON, Early, Interrupts};
 use crate::plan_file::{self, Loaded};
 use crate::{cluster, document, files, interrupt, model, outputs, report};
 use among::{Company, Setting};
-use cost_model::StepWork;
-use cost_model::utilisation::peak_flops_per_s;
 use elastic::SoFar;
 use fabric::Chosen;
 use folder::Unasked;
@@ -37,27 +37,26 @@ use indicatif::{ProgressBar, ProgressStyle};
 use ir::measurement::Measurement;
 use ir::op::InputKind;
 use ir::training::{StateRole, TrainingGraph};
-use ir::{Bytes, OpKind, Rank, Seconds, Task, TrainSpec};
+use ir::{Bytes, OpKind, Rank, Task};
 use journal::{Journal, Standing};
 use leaps::Leaps;
 use orphan::Launcher;
 use runtime::RuntimeError;
 use runtime::checkpoint::{Checkpoint, Found, Leaving, save_keeping};
-use runtime::data::{DataOptions, Dataset, Seen, Split};
+use runtime::data::{DataOptions, Dataset, Seen};
 use runtime::device::cuda::{Matmuls, Multiplier};
 use runtime::device::{Backend, cuda};
 use runtime::execute::{Session, SessionOptions, StateRequest};
-use runtime::measure::EMULATED_GPU;
 use runtime::processes::{Processes, Reason};
 use runtime::schedule::{Decay, LrSchedule};
-use runtime::stragglers::Finding;
 use runtime::train::{Periodic, Progress, TrainOptions, Trained, batches, train};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use serde_json::json;
+use said::{Rates, of_finding, print_json, print_words};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
+use warnings::{warn_of_further, warn_of_no_rate, warn_of_repeats};
 use watch::{Described, Figures, Watch};
 
 pub fn run(args: &RunArgs) -> Result<(), Failure> {
@@ -310,8 +309,7 @@ fn run_as(
             (Err((RuntimeError::Gone { .. }, lost)), Some(there)) if goes_on(args, setting) => {
                 let of = (&*loaded.hash, &**graph);
                 let compares = args.check_replicas.is_some();
-                let whose = (&mut session, compares);
-                let rescued = runtime::checkpoint::rescue(kept, folder, whose, of);
+                let rescued = runtime::checkpoint::rescue(kept, folder, &mut session, of, compares);
                 so_far.rescued = Some(rescued);
                 drop(session);
                 if let Err(failure) = write_measurement() {
@@ -378,6 +376,13 @@ fn run_as(
     } else {
         print_words(args, &loaded, &measurement, &chosen)?;
         report::out(&format!("Written: {}.", written.join(", ")))?;
+    }
+    let has_validated = |(step, _): &(u64, f64)| *step == first.saturating_add(args.steps);
+    let validates = args.validate_every.is_some() && is_whole && !is_end;
+    if validates && !measurement.validation.last().is_some_and(has_validated) {
+        crate::say(format_args!(
+            "warning: the run was interrupted after its last step, so it was not validated after that"
+        ));
     }
     whole(args, loaded.plan.train.task, &measurement, &written)
 }
@@ -472,7 +477,7 @@ fn serve(
     let served = runtime::processes::serve(&loaded.program, spec, options);
     match &served {
         Ok(_) => unasked.into_iter().for_each(Unasked::end),
-        Err(e) => records::without_first(args.record.as_deref(), e),
+        Err(e) => records::without_first((args.record.as_deref(), &loaded.hash), e),
     }
     // Without process 0 nobody else says where it was.
     let served = served.map_err(|e| match &e {
@@ -585,8 +590,6 @@ fn check_backend(args: &RunArgs) -> Result<(), Failure> {
 
 /// The learning rate where none is given.
 const DEFAULT_LR: f64 = 3e-4;
-/// Losses of batches that are printed: two lines of them.
-const SHOWN_LOSSES: usize = 20;
 
 /// Refuses flags of training for a plan that trains nothing.
 fn check_task(args: &RunArgs, task: Task) -> Result<(), Failure> {
@@ -735,84 +738,6 @@ fn of_gpus(
         *needed = needed.saturating_add(bytes);
     }
     all
-}
-
-/// Warns where the run is to write checkpoints beside those of a run that came further, and goes on
-/// from none: where it does, it has been said from which and why.
-fn warn_of_further(args: &RunArgs, first: u64) {
-    let goes_on = args.resume.is_some() || args.continued.is_some();
-    let Some(folder) = args.checkpoint.as_ref().filter(|_| !goes_on) else {
-        return;
-    };
-    let all = runtime::checkpoint::numbered(folder).into_iter();
-    let steps = all.filter_map(|(_, path)| Some((runtime::checkpoint::step_of(&path)?, path)));
-    if let Some((step, path)) = steps.max().filter(|(step, _)| *step > first) {
-        crate::say(format_args!(
-            "warning: {} has a checkpoint of step {step}, and this run begins at step {first}. Checkpoints of later steps stay until this run has come as far, or the disk is full. To go on from that one give --resume {}.",
-            folder.display(),
-            path.display()
-        ));
-    }
-}
-
-/// Warns of steps at whose learning rate nothing is learnt.
-fn warn_of_no_rate(args: &RunArgs, schedule: &LrSchedule, first: u64) {
-    let end = first.saturating_add(args.steps);
-    let has_rate = |step: u64| schedule.lr_at(step) > 0.0;
-    // A rate that rises from zero has its first step at more than that, and one that decays to zero
-    // stays there.
-    let Some(last) = end
-        .checked_sub(1)
-        .filter(|last| *last >= first && !has_rate(*last))
-    else {
-        return;
-    };
-    let (mut with, mut without) = (first, last);
-    while with < without {
-        let middle = with + (without - with) / 2;
-        (with, without) = match has_rate(middle) {
-            true => (middle + 1, without),
-            false => (with, middle),
-        };
-    }
-    crate::say(format_args!(
-        "warning: the learning rate is 0 {}, so {} nothing: by then it has decayed. Give --total-steps {end}, or a --min-lr above 0.",
-        match last - with {
-            0 => format!("at step {with}"),
-            _ => format!("from step {with} to step {last}"),
-        },
-        match last - with {
-            0 => "that step changes",
-            _ => "these steps change",
-        },
-    ));
-}
-
-/// Whether devices of the kind that the plan was made for run it; an emulated GPU is none of them.
-fn runs_as_planned(args: &RunArgs, loaded: &Loaded) -> bool {
-    let is_for_cpu = cluster::is_of_cpu_ranks(&loaded.plan.cluster);
-    match args.backend {
-        BackendArg::Cpu => is_for_cpu,
-        BackendArg::Cuda => !is_for_cpu && cuda::name().is_ok_and(|name| name != EMULATED_GPU),
-    }
-}
-
-/// Warns that each step has samples more than once, where the data has fewer than a step takes.
-/// What else is wrong with the data is said where it is read.
-fn warn_of_repeats(dataset: &Dataset, train: &TrainSpec) {
-    let (batch, sequence) = (train.global_batch, train.sequence);
-    let windows = dataset.n_windows(Split::Train, sequence as usize);
-    if let Ok(windows) = windows
-        && windows < batch
-    {
-        crate::say(format_args!(
-            "warning: every step repeats the data {:.1} times: it takes {batch} samples of {}, and the part of {} for training has {} of them. Use more data, or compile with a smaller --global-batch.",
-            batch as f64 / windows as f64,
-            ir::counted(sequence, "token"),
-            dataset.path().display(),
-            windows
-        ));
-    }
 }
 
 /// Refuses a `--weights` path that cannot be weights, before their configuration is looked for.
@@ -1352,69 +1277,6 @@ fn train_all(
     Ok(result)
 }
 
-/// The words of a finding about what holds a run up.
-fn of_finding(finding: Finding) -> String {
-    match finding {
-        Finding::SlowRank {
-            rank,
-            times,
-            is_host_busy: true,
-        } => format!(
-            "{rank} works {times:.1} times as long as the ranks that do the same, as something else keeps the processors of its host busy"
-        ),
-        Finding::SlowRank { rank, times, .. } => format!(
-            "{rank} works {times:.1} times as long as the ranks that do the same: its processor is slow or shared, not the link"
-        ),
-        Finding::Recovered(rank) => format!("{rank} is as fast as the others again"),
-        Finding::SlowLink { times } => format!(
-            "all ranks wait {times:.1} times as long for each other as at first, and none works longer or stands in line for a processor: the link is slow"
-        ),
-        Finding::BusyHost { times, in_line_s } => format!(
-            "all ranks wait {times:.1} times as long for each other as at first: one of them stands in line for a processor {} of a step longer, so something else keeps the host busy; whether a link is slow as well cannot be told meanwhile",
-            Seconds(in_line_s)
-        ),
-        Finding::LinkRecovered => "ranks wait for each other no longer than at first".into(),
-    }
-}
-
-/// The work of a step, which turns its time into rates.
-struct Rates {
-    tokens: f64,
-    model_flops: f64,
-    hardware_flops: f64,
-    peak: Option<f64>,
-}
-
-impl Rates {
-    fn of(args: &RunArgs, loaded: &Loaded) -> Self {
-        let work = StepWork::of(&loaded.training, &loaded.plan.train);
-        let devices = report::plan::used_devices(&loaded.plan);
-        Rates {
-            tokens: work.tokens as f64,
-            model_flops: work.model_flops.0,
-            hardware_flops: work.hardware_flops.0,
-            // The peak of devices that did not do the work says nothing about the run.
-            peak: Some(&loaded.plan.cluster)
-                .filter(|_| runs_as_planned(args, loaded))
-                .and_then(|c| peak_flops_per_s(c, work.dtype, devices)),
-        }
-    }
-    fn mfu(&self, seconds: f64) -> Option<f64> {
-        self.peak
-            .filter(|p| *p > 0.0 && seconds > 0.0)
-            .map(|p| self.model_flops / seconds / p)
-    }
-    fn hfu(&self, seconds: f64) -> Option<f64> {
-        let model = self.model_flops.max(f64::MIN_POSITIVE);
-        self.mfu(seconds).map(|m| m * self.hardware_flops / model)
-    }
-    fn mfu_words(&self, seconds: f64) -> String {
-        let (mfu, hfu) = (self.mfu(seconds), self.hfu(seconds));
-        let words = |(m, h)| report::percent(m) + &report::plan::hfu(m, h);
-        mfu.zip(hfu).map_or("unknown".into(), words)
-    }
-}
-
 /// Writes the parameters as Hugging Face weights.
 fn export(path: &Path, config: &ModelConfig, session: &mut Session) -> Result<(), Failure> {
     let mut states = session.in_order(import::export_order(config));
@@ -1432,141 +1294,6 @@ fn export(path: &Path, config: &ModelConfig, session: &mut Session) -> Result<()
         }),
     };
     outputs::write_with(path, |out| Ok(import::export(path, out, config, supply)?))
-}
-
-/// The mean of the batches' losses.
-fn mean_loss(m: &Measurement) -> f64 {
-    m.steps.iter().map(|s| s.loss).sum::<f64>() / m.steps.len().max(1) as f64
-}
-
-/// The loss of each batch; of many, those of the first.
-fn losses(m: &Measurement, output: &Path) -> String {
-    let shown = m.steps.iter().take(SHOWN_LOSSES);
-    let shown: Vec<String> = shown.map(|s| format!("{:.4}", s.loss)).collect();
-    let more = match m.steps.len() > SHOWN_LOSSES {
-        true => format!(", ... ({} has all)", output.display()),
-        false => String::new(),
-    };
-    report::wrapped(&format!("Loss by batch: {}{more}", shown.join(", ")))
-}
-
-fn print_json(
-    args: &RunArgs,
-    loaded: &Loaded,
-    m: &Measurement,
-    chosen: &Chosen,
-) -> Result<(), Failure> {
-    let rates = Rates::of(args, loaded);
-    let mut said = json!({
-        "run": args.output,
-        "plan_hash": m.plan_hash,
-        "planned_for": loaded.plan.cluster.name,
-        "executed_on": m.executed_on,
-        "predictions_apply": runs_as_planned(args, loaded),
-        "steps": m.steps.len(),
-        "first_loss": m.steps.first().map(|s| s.loss),
-        "last_loss": m.steps.last().map(|s| s.loss),
-        "validation": m.validation,
-        "step_time_s": m.step_time_s,
-        "tokens_per_s": m.tokens_per_s,
-        "mfu": rates.mfu(m.step_time_s.0),
-        "hfu": rates.hfu(m.step_time_s.0),
-        "peak_bytes": m.stages.iter().map(|s| s.peak_bytes).collect::<Vec<_>>(),
-    });
-    if args.backend == BackendArg::Cuda {
-        said["matmuls"] = json!(cuda::multiplier(matmuls(args)));
-        said["fabric"] = json!(chosen.by);
-    }
-    if loaded.plan.train.task == Task::Inference {
-        said["losses"] = m.steps.iter().map(|s| s.loss).collect();
-        said["mean_loss"] = json!(mean_loss(m));
-    }
-    report::print_json(&said)
-}
-
-fn print_words(
-    args: &RunArgs,
-    loaded: &Loaded,
-    m: &Measurement,
-    chosen: &Chosen,
-) -> Result<(), Failure> {
-    let rates = Rates::of(args, loaded);
-    let (first, last) = (m.steps.first(), m.steps.last());
-    if let (Some(a), Some(b)) = (first, last) {
-        let last = match m.steps.len() {
-            1 => String::new(),
-            _ => format!(" to {:.4} at step {}", b.loss, b.step),
-        };
-        let n_ranks = ir::counted(m.n_ranks, "rank");
-        let n_steps = m.steps.len() as u64;
-        report::out(&match loaded.plan.train.task {
-            Task::Training => format!(
-                "{}: {} on {n_ranks}, loss {:.4} at step {}{last}",
-                m.name,
-                ir::counted(n_steps, "step"),
-                a.loss,
-                a.step,
-            ),
-            Task::Inference => format!(
-                "{}: inference of {} on {n_ranks}, mean loss {:.4}\n{}",
-                m.name,
-                ir::counted(n_steps, "batch"),
-                mean_loss(m),
-                losses(m, &args.output),
-            ),
-        })?;
-    }
-    for (step, loss) in &m.validation {
-        let steps = ir::counted(*step, "step");
-        report::out(&format!("  validation loss after {steps}: {loss:.4}"))?;
-    }
-    report::out(&format!(
-        "Measured: {} per step (median), {} {}/s, MFU {}",
-        m.step_time_s,
-        report::count(m.tokens_per_s).trim_end(),
-        report::plan::unit(&loaded.plan),
-        rates.mfu_words(m.step_time_s.0)
-    ))?;
-    let cluster = &loaded.plan.cluster;
-    let devices = report::plan::used_devices(&loaded.plan);
-    report::out(&match runs_as_planned(args, loaded) {
-        true => format!(
-            "  {}",
-            report::plan::mfu_convention(cluster, &loaded.plan.train, devices)
-        ),
-        false => format!(
-            "  Executed by {}; the plan is for {}, whose peak says nothing about this run.",
-            m.executed_on, cluster.name
-        ),
-    })?;
-    let seconds = m.step_time_s.0;
-    let mistake = report::plan::mistake(&loaded.plan, &loaded.training, seconds, "measured");
-    if let Some(words) = mistake.filter(|_| runs_as_planned(args, loaded)) {
-        report::out(&format!("  {words}"))?;
-    }
-    let peaks: Vec<String> = m
-        .stages
-        .iter()
-        .enumerate()
-        .map(|(i, s)| {
-            let stages = m.stages.len();
-            let stage = report::plan::stages_of_mesh(i, stages, loaded.plan.schedule);
-            format!("stage {stage}: {}", s.peak_bytes)
-        })
-        .collect();
-    report::out(&format!("Peak memory of a rank: {}", peaks.join(", ")))?;
-    if args.backend == BackendArg::Cuda {
-        let by = cuda::multiplier(matmuls(args));
-        report::out(&format!("Matrices were multiplied by {by}."))?;
-    }
-    if let Some(by) = &chosen.by {
-        report::out(&format!("Ranks met by {by}."))?;
-    }
-    report::out(&format!(
-        "Next: meshwright compare {} {}",
-        args.plan.display(),
-        args.output.display()
-    ))
 }
 
 #[cfg(test)]

@@ -181,12 +181,13 @@ pub enum Unrescued {
 pub fn rescue(
     kept: usize,
     folder: &Path,
-    (session, compares): (&mut Session, bool),
+    session: &mut Session,
     of: (&str, &str),
+    compares: bool,
 ) -> Result<Rescued, Unrescued> {
-    match rescue_once(kept, folder, (session, compares), of) {
+    match rescue_once(kept, folder, session, of, compares) {
         Err(Unrescued::Unwritten(e)) if make_room(folder, kept, &session.whole(), &e) => {
-            rescue_once(kept, folder, (session, compares), of)
+            rescue_once(kept, folder, session, of, compares)
         }
         rescued => rescued,
     }
@@ -195,8 +196,9 @@ pub fn rescue(
 fn rescue_once(
     kept: usize,
     folder: &Path,
-    (session, compares): (&mut Session, bool),
+    session: &mut Session,
     (plan, model): (&str, &str),
+    compares: bool,
 ) -> Result<Rescued, Unrescued> {
     let error = |e: std::io::Error| problem(folder, format!("cannot write a checkpoint: {e}"));
     let left = session.left().map_err(Unrescued::Missing)?;

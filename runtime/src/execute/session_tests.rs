@@ -874,7 +874,7 @@ fn turned_bits_are_not_rescued() {
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path();
     let rescue = |session: &mut Session, compares| {
-        let made = crate::checkpoint::rescue(2, folder, (session, compares), ("0", ""));
+        let made = crate::checkpoint::rescue(2, folder, session, ("0", ""), compares);
         (made, crate::checkpoint::numbered(folder).len())
     };
     let (made, there) = rescue(&mut session, true);

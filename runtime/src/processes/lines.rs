@@ -24,9 +24,11 @@ const READ_AHEAD: usize = 1 << 16;
 const FAREWELL: Duration = Duration::from_secs(5);
 /// Longest that is waited for word of how a process ended.
 const OBITUARY: Duration = Duration::from_millis(300);
-/// How long the ends of others are waited for behind that of the first: those that were killed with it
-/// end within this time. The ones that only miss it are still asked for what they have.
-const NEWS: Duration = Duration::from_millis(150);
+/// The ends of others that were killed with a process are heard close to that of it, unless they have
+/// much memory to give back first: they are waited for until there was none for so long.
+const QUIET: Duration = Duration::from_millis(150);
+/// Longest that they are waited for. Those that only miss a process end later.
+const NEWS: Duration = Duration::from_secs(1);
 
 fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
     // No code that holds one of these leaves it half-changed.
@@ -369,7 +371,8 @@ impl Processes {
         *lock(&self.desk.attached) = Some(Arc::new(attached));
         self.desk.changed.notify_all();
     }
-    /// The error of one who waits for a rank of a process that is gone.
+    /// The error of one who waits for a rank of a process that is gone. Waits a moment, to learn how
+    /// that one ended, and in process 0 who else has ended with it.
     pub(crate) fn gone(&self, process: usize, rank: Rank) -> RuntimeError {
         // Whoever started it learns how it ended a little later than its connection does.
         let is_watched = *lock(&self.desk.is_watched);
@@ -377,12 +380,25 @@ impl Processes {
         while !lock(&self.desk.fates).contains_key(&process) && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(10));
         }
-        let mut missed = lock(&self.desk.missed);
-        if missed.is_none() && !is_watched && self.place.index == 0 {
-            std::thread::sleep(NEWS);
-            *missed = Some(self.over());
+        // Process 0 hears the ends of all ranks that it asked one after the other.
+        if self.place.index == 0 && lock(&self.desk.missed).is_none() {
+            self.await_ends();
+            let over = self.over();
+            lock(&self.desk.missed).get_or_insert(over);
         }
         self.lost((process, rank), self.fate(process), false)
+    }
+    /// Waits until the ends of processes that ended together are heard.
+    pub(crate) fn await_ends(&self) {
+        let until = Instant::now() + NEWS;
+        let (mut heard, mut since) = (self.over().len(), Instant::now());
+        while since.elapsed() < QUIET && Instant::now() < until {
+            std::thread::sleep(QUIET / 15);
+            let now = self.over().len();
+            if now > heard {
+                (heard, since) = (now, Instant::now());
+            }
+        }
     }
     /// How a process ended that is gone, as far as is known.
     fn fate(&self, process: usize) -> String {
@@ -390,19 +406,16 @@ impl Processes {
         let how = told.or_else(|| lock(&self.desk.breaks).get(&process).cloned());
         how.unwrap_or_else(|| "its connection ended".into())
     }
-    /// The ranks of all processes that were gone when the first one was missed, and how those ended;
-    /// nothing where whoever started the processes knows better.
-    pub fn missed(&self) -> Vec<(Rank, String)> {
+    /// The processes that were gone when the first one was missed, and how they ended.
+    pub fn missed(&self) -> BTreeMap<usize, String> {
         let missed = lock(&self.desk.missed).clone().unwrap_or_default();
-        let Some(attached) = lock(&self.desk.attached).clone() else {
-            return Vec::new();
-        };
-        let ranks = |process: usize| attached.ranks.get(process).cloned().unwrap_or_default();
-        let fates = missed.into_iter().flat_map(|process| {
-            let how = self.fate(process);
-            ranks(process).into_iter().map(move |r| (r, how.clone()))
-        });
-        fates.collect()
+        missed.into_iter().map(|p| (p, self.fate(p))).collect()
+    }
+    /// The ranks of a process, once there are any.
+    pub fn ranks_of(&self, process: usize) -> Vec<Rank> {
+        let attached = lock(&self.desk.attached).clone();
+        let ranks = attached.and_then(|a| a.ranks.get(process).cloned());
+        ranks.unwrap_or_default()
     }
     /// The error of a rank of a process that is there and does not answer.
     pub(crate) fn silent(&self, process: usize, rank: Rank) -> RuntimeError {

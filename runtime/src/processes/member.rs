@@ -11,6 +11,7 @@ use crate::fabric::threads::{Carrier, World};
 use ir::program::Program;
 use ir::{Rank, TrainSpec};
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -27,9 +28,6 @@ const LAST_WORDS: Duration = Duration::from_secs(3);
 const TO_CLEAR: Duration = Duration::from_secs(3);
 /// How long is waited before states are written once more.
 const AGAIN: Duration = Duration::from_millis(200);
-
-/// How long the ends of other processes may take to be heard behind that of process 0.
-const NEWS: Duration = Duration::from_millis(200);
 
 /// The way of the ranks' answers when process 0 is lost.
 type Here = Arc<Mutex<Option<Sender<(Rank, Reply)>>>>;
@@ -56,11 +54,14 @@ pub fn serve(
     let world = World::among(&shares, me, watchdog, processes.carrier());
     let (asked, requests) = channel();
     processes.attach(&world, shares.clone(), Inbox::Requests(asked));
+    // Since when a rank has failed, or one was last asked or has answered after that.
     let failed: Arc<Mutex<Option<Instant>>> = Arc::default();
+    // How many answers process 0 waits for.
+    let owed: Arc<AtomicI64> = Arc::default();
     let here: Here = Arc::default();
     let crew = cast.crew(&world, &shares[me], |rank| {
         let (carrier, failed) = (processes.carrier(), Arc::clone(&failed));
-        let here = Arc::clone(&here);
+        let (here, owed) = (Arc::clone(&here), Arc::clone(&owed));
         Box::new(move |answer| {
             if let Some(to) = &*here.lock().unwrap_or_else(PoisonError::into_inner) {
                 if let Ok(reply) = answer {
@@ -68,10 +69,12 @@ pub fn serve(
                 }
                 return true;
             }
-            if answer.is_err() {
-                let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
-                failed.get_or_insert_with(Instant::now);
+            let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
+            if answer.is_err() || failed.is_some() {
+                *failed = Some(Instant::now());
             }
+            drop(failed);
+            owed.fetch_sub(1, Ordering::AcqRel);
             carrier.send(0, Letter::answer(rank, answer));
             true
         })
@@ -93,7 +96,7 @@ pub fn serve(
         };
         let patience = watchdog.max(LAST_WORDS);
         // Others may have ended with process 0, and their ends be heard a little later.
-        std::thread::sleep(NEWS);
+        processes.await_ends();
         let over = processes
             .over()
             .into_iter()
@@ -134,6 +137,7 @@ pub fn serve(
                 if let Some(since) = &mut *failed.lock().unwrap_or_else(PoisonError::into_inner) {
                     *since = Instant::now();
                 }
+                owed.fetch_add(1, Ordering::AcqRel);
                 crew.tell(rank, request);
             }
             Ok(Asked::Over(None, is_interrupted)) => return Ok(is_interrupted),
@@ -141,7 +145,9 @@ pub fn serve(
             // Process 0 ends a run once a rank has failed.
             Err(RecvTimeoutError::Timeout) => {
                 let failed = *failed.lock().unwrap_or_else(PoisonError::into_inner);
-                if failed.is_some_and(|f| f.elapsed() > LAST_REQUEST) {
+                // It waits for ranks that write or hash much, too.
+                let is_asked = owed.load(Ordering::Acquire) > 0;
+                if !is_asked && failed.is_some_and(|f| f.elapsed() > LAST_REQUEST) {
                     world.abort(first, "its process does not answer");
                     return Err(processes.silent(0, first));
                 }

@@ -220,6 +220,7 @@ fn a_finding_beside_records_is_read_whole_or_refused_in_words() {
         error: "rank2 is lost".into(),
         found: BTreeMap::from([(Rank(2), Fate::Lost("gone".into())), (Rank(3), missed)]),
         by: None,
+        plan: Some("f00d".into()),
     };
     verdict.write(folder.path()).unwrap();
     let read = Verdict::find(folder.path()).unwrap();

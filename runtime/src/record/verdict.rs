@@ -6,7 +6,8 @@ use crate::files;
 use ir::Rank;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::{self, Read};
+use std::fs::File;
+use std::io::{self, Read, Write};
 use std::path::Path;
 
 /// The name of the file.
@@ -24,6 +25,9 @@ pub struct Verdict {
     /// The process whose finding it is.
     #[serde(default)]
     pub by: Option<Finder>,
+    /// The fingerprint of the run's plan.
+    #[serde(default)]
+    pub plan: Option<String>,
 }
 
 /// A process that found something about its run.
@@ -72,8 +76,13 @@ impl Verdict {
         let fresh = folder.join(format!("verdict-{}.new", std::process::id()));
         let failed = |e: io::Error| problem(&path, e.to_string());
         let text = serde_json::to_vec_pretty(self).map_err(|e| failed(e.into()))?;
-        let written = std::fs::write(&fresh, text).and_then(|()| std::fs::rename(&fresh, &path));
-        written.map_err(|e| {
+        let write = || {
+            let mut file = File::create(&fresh)?;
+            file.write_all(&text)?;
+            file.sync_all()?;
+            std::fs::rename(&fresh, &path)
+        };
+        write().map_err(|e| {
             let _ = std::fs::remove_file(&fresh);
             failed(e)
         })
@@ -94,17 +103,20 @@ impl Verdict {
         }
     }
     pub(super) fn at(path: &Path) -> io::Result<Self> {
-        let mut text = Vec::new();
-        let mut file = files::open_regular(path)?;
-        (&mut file).take(LONGEST + 1).read_to_end(&mut text)?;
         let invalid = |what: String| io::Error::new(io::ErrorKind::InvalidData, what);
-        match text.len() as u64 {
-            0 => Err(invalid("it is empty".into())),
+        let file = files::open_regular(path)?;
+        match file.metadata()?.len() {
             n if n > LONGEST => {
-                let n = file.metadata()?.len().max(n);
-                Err(invalid(format!("it has {n} bytes, and no finding has")))
+                let what = format!("it has {n} bytes, and no finding has more than {LONGEST}");
+                return Err(invalid(what));
             }
-            _ => serde_json::from_slice(&text)
+            _ => {}
+        }
+        let mut text = Vec::new();
+        file.take(LONGEST).read_to_end(&mut text)?;
+        match text.is_empty() {
+            true => Err(invalid("it is empty".into())),
+            false => serde_json::from_slice(&text)
                 .map_err(|e| invalid(format!("it is no finding of a run, or not all of it: {e}"))),
         }
     }

@@ -20,14 +20,23 @@ pub(super) enum Finding {
 }
 
 impl Finding {
-    pub fn of(folder: &Path, program: &Program) -> Self {
+    pub fn of(folder: &Path, (program, plan): (&Program, &str)) -> Self {
         let verdict = match Verdict::find(folder) {
             Ok(None) => return Finding::None,
             Ok(Some(verdict)) => verdict,
             Err(e) => {
-                return Finding::Unusable(format!("The run's own finding cannot be read: {e}."));
+                return Finding::Unusable(format!(
+                    "The file that would have the run's own finding has no whole one, so nothing is \
+                     taken from it: {e}."
+                ));
             }
         };
+        if verdict.plan.as_ref().is_some_and(|of| of != plan) {
+            return Finding::Unusable(format!(
+                "The finding in {} is of a run of another plan, so nothing is taken from it.",
+                folder.display()
+            ));
+        }
         let ranks = program.roles.iter().flat_map(|r| r.mesh.ranks());
         let ranks: BTreeSet<Rank> = ranks.collect();
         let strangers: Vec<Rank> = verdict.ranks().difference(&ranks).copied().collect();

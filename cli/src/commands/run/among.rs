@@ -13,6 +13,7 @@ use crate::plan_file::Loaded;
 use runtime::files::open_regular;
 use runtime::processes::{Fingerprint, Host, JoinError, Place, Processes, Token, Way, join};
 use runtime::record::Finder;
+use std::collections::BTreeMap;
 use std::io::{BufRead, ErrorKind, Read, Seek, SeekFrom};
 use std::net::{Ipv4Addr, SocketAddr, ToSocketAddrs};
 use std::path::Path;
@@ -209,6 +210,13 @@ impl Company {
             std::thread::sleep(NEWS / 50);
         }
         self.processes.hears_another(who.pid, &who.host)
+    }
+    /// The processes that are lost by now, with how they ended, where one is.
+    pub fn gone(&self) -> BTreeMap<usize, String> {
+        match &self.children {
+            Some(children) => children.killed_so_far(),
+            None => self.processes.missed(),
+        }
     }
     /// Ends it after a failure. Returns the processes that were killed, where this one started them,
     /// and how many there were.

@@ -5,6 +5,7 @@ use crate::failure::{Exit, Failure};
 use crate::interrupt::{INTERRUPTS, Interrupts};
 use runtime::processes::Processes;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -160,14 +161,13 @@ impl Children {
         let killed = all.iter().filter(by_signal).filter(|s| !s.is_put_down);
         killed.map(|s| s.index).collect()
     }
-    /// The system's numbers of those that others have killed by now, and how, without waiting for
-    /// any.
-    pub fn killed_so_far(&self) -> Vec<(u32, String)> {
+    /// Those that others have killed by now, and how, without waiting for any.
+    pub fn killed_so_far(&self) -> BTreeMap<usize, String> {
         let mut all = self.lock();
         let killed = all.iter_mut().filter_map(|s| {
             let how = s.look().filter(|how| how.signal().is_some())?;
             let is_lost = !s.is_put_down;
-            is_lost.then(|| (s.child.id(), format!("it {}", words(how).trim_end())))
+            is_lost.then(|| (s.index, format!("it {}", words(how).trim_end())))
         });
         killed.collect()
     }

@@ -372,12 +372,12 @@ pub fn go_on(args: &RunArgs, setting: &Setting, loaded: &Loaded) -> Result<Stand
         Some(Err(Unrescued::Missing(reason))) => {
             format!("The ranks that were left did not leave all states, as {reason}. ")
         }
-        Some(Err(Unrescued::Unwritten(e))) => {
+        Some(Err(Unrescued::Unwritten(e) | Unrescued::Differing(e))) => {
             format!(
                 "The ranks that were left had left all states, but no checkpoint can be made of these: {e}. "
             )
         }
-        Some(Ok(_) | Err(Unrescued::Differing(_))) | None => String::new(),
+        Some(Ok(_)) | None => String::new(),
     };
     let lost = done.map_or_else(String::new, |done| elastic::steps_lost(done, step));
     let source = match (&newest, &args.resume) {

@@ -107,7 +107,8 @@ pub fn words(
             None => {
                 // Little time may be left: that it is lost is said and written down before all else.
                 crate::say(format_args!("lost: {error}"));
-                super::records::lost(args.record.as_deref(), rank, &error);
+                let place = (args.record.as_deref(), &*loaded.hash);
+                super::records::lost(place, rank, &error);
                 let words = super::records::explained(&args, &loaded, (&error, None));
                 (error, words)
             }

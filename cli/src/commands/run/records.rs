@@ -7,7 +7,7 @@
 use super::among::Company;
 use super::elastic::SoFar;
 use crate::args::{DecayArg, RunArgs};
-use crate::commands::doctor::{activity, names, when};
+use crate::commands::doctor::{activity, few, names, when};
 use crate::failure::{DIVERGED, Failure};
 use crate::plan_file::Loaded;
 use crate::report::place::{in_words, without_empty};
@@ -19,8 +19,6 @@ use std::path::Path;
 
 /// Lost ranks whose places are said: more make no sentence that anybody reads.
 const MOST_LOST: usize = 2;
-/// Ranks that are named as having no record.
-const MOST_WITHOUT: usize = 8;
 /// Ranks that are named as waiting for one.
 const MOST_WAITING: usize = 4;
 
@@ -36,12 +34,7 @@ pub fn of_ranks(args: &RunArgs, loaded: &Loaded) -> Option<Recording> {
 
 /// Warns that ranks of this process leave no record, and says why.
 fn warn_of_none(ranks: &[Rank], why: &RuntimeError) {
-    let whose = match ranks {
-        [first, ..] if ranks.len() > MOST_WITHOUT => {
-            format!("{} ranks, of which {first} is the first", ranks.len())
-        }
-        _ => names(ranks.iter().copied()),
-    };
+    let whose = few(ranks);
     crate::say(format_args!(
         "warning: no record of {whose}, by which `meshwright doctor` says where a run hangs: {why}"
     ));
@@ -102,10 +95,9 @@ fn examined(
 ) -> (String, Option<Verdict>) {
     let plain = plain(loaded, error);
     // There may be none, as where no folder could be made.
-    let seen = args.record.as_ref().map(|folder| record::read(folder));
-    let Some(Ok(record::Records { mut seen, .. })) = seen else {
-        return (plain, None);
-    };
+    let records = args.record.as_ref().map(|folder| record::read(folder));
+    let has_records = matches!(records, Some(Ok(_)));
+    let mut seen = records.and_then(Result::ok).unwrap_or_default().seen;
     seen.retain(|s| s.plan == loaded.hash);
     let doing = record::diagnose(&loaded.program, &seen).map(|d| d.ranks);
     let doing = doing.unwrap_or_default();
@@ -113,8 +105,9 @@ fn examined(
         error: error.to_string(),
         found: found(error, (&seen, &doing), company),
         by: Some(Finder::me()),
+        plan: Some(loaded.hash.clone()),
     };
-    let plain = match lost_too(error, &verdict.found, &seen) {
+    let plain = match lost_too(error, &verdict.found, company) {
         Some(others) => format!("{plain}. {others}"),
         None => plain,
     };
@@ -126,39 +119,34 @@ fn examined(
         Some(account) => format!("{plain}. {account}"),
         None => plain,
     };
-    (words, Some(verdict))
+    (words, has_records.then_some(verdict))
 }
 
 /// The ranks of other processes that are lost with the one that an error names, in words; nothing
 /// where there are none.
-fn lost_too(error: &RuntimeError, found: &BTreeMap<Rank, Fate>, seen: &[Seen]) -> Option<String> {
-    let RuntimeError::Gone {
-        rank, pid, host, ..
-    } = error
-    else {
+fn lost_too(
+    error: &RuntimeError,
+    found: &BTreeMap<Rank, Fate>,
+    company: Option<&Company>,
+) -> Option<String> {
+    let (RuntimeError::Gone { process, .. }, Some(company)) = (error, company) else {
         return None;
     };
-    let is_of_it = |s: &Seen| s.pid == *pid && s.host == *host;
-    let is_other = |r: &Rank| r != rank && !seen.iter().any(|s| s.rank == *r && is_of_it(s));
-    let mut all: BTreeMap<&String, Vec<Rank>> = BTreeMap::new();
-    for (other, fate) in found {
-        if let Fate::Lost(how) = fate
-            && is_other(other)
-        {
-            all.entry(how).or_default().push(*other);
+    // By how processes ended: their number, and their ranks.
+    let mut all: BTreeMap<&String, (usize, Vec<Rank>)> = BTreeMap::new();
+    for other in company.gone().into_keys().filter(|p| p != process) {
+        let ranks = company.processes.ranks_of(other);
+        let how = ranks.first().and_then(|r| found.get(r));
+        if let Some(Fate::Lost(how)) = how {
+            let of = all.entry(how).or_default();
+            of.0 += 1;
+            of.1.extend(ranks);
         }
     }
-    let process_of = |r: &Rank| {
-        let seen = seen.iter().find(|s| s.rank == *r);
-        seen.map(|s| (s.pid, &s.host))
-    };
-    let words = |(how, ranks): (&String, Vec<Rank>)| {
-        let first = process_of(&ranks[0]);
-        let is_one = first.is_some() && ranks.iter().all(|r| process_of(r) == first);
-        let whose = if is_one {
-            "their process"
-        } else {
-            "the process of each"
+    let words = |(how, (processes, ranks)): (&String, (usize, Vec<Rank>))| {
+        let whose = match processes {
+            1 => "their process",
+            _ => "the process of each",
         };
         // The end of one is told as its own.
         let own = how
@@ -236,7 +224,7 @@ pub fn failure(
 }
 
 /// The meaning of a difference between replicas for what was written.
-const TURNED: &str = "a memory or a processor turned a bit since the last comparison, so have that host looked at before it is used again. States are compared before they are written: no checkpoint of this run has that bit";
+const TURNED: &str = "a memory or a processor has turned a bit, so have the hosts of these ranks looked at before they are used again. States are compared before they are written: no checkpoint of this run has that bit";
 
 /// How a run that lost a process goes on from its newest checkpoint, in words.
 fn way_on(args: &RunArgs, so_far: Option<&SoFar>) -> String {
@@ -276,7 +264,7 @@ fn way_on(args: &RunArgs, so_far: Option<&SoFar>) -> String {
 
 /// Writes down that a rank is lost, before it is looked at where it was.
 #[cfg(feature = "mpi")]
-pub fn lost(folder: Option<&Path>, rank: Rank, error: &RuntimeError) {
+pub fn lost((folder, plan): (Option<&Path>, &str), rank: Rank, error: &RuntimeError) {
     let RuntimeError::Gone { how, .. } = error else {
         return;
     };
@@ -284,12 +272,13 @@ pub fn lost(folder: Option<&Path>, rank: Rank, error: &RuntimeError) {
         error: error.to_string(),
         found: BTreeMap::from([(rank, Fate::Lost(how.clone()))]),
         by: Some(Finder::me()),
+        plan: Some(plan.into()),
     };
     let _ = folder.map(|folder| verdict.write(folder));
 }
 
 /// Writes down, for a process that is left without process 0, that this is lost.
-pub fn without_first(folder: Option<&Path>, error: &RuntimeError) {
+pub fn without_first((folder, plan): (Option<&Path>, &str), error: &RuntimeError) {
     let is_of_first = matches!(error, RuntimeError::Gone { process: 0, .. });
     let Some(folder) = folder.filter(|_| is_of_first) else {
         return;
@@ -301,6 +290,7 @@ pub fn without_first(folder: Option<&Path>, error: &RuntimeError) {
             error: error.to_string(),
             found: found(error, (&seen, &BTreeMap::new()), None),
             by: Some(Finder::me()),
+            plan: Some(plan.into()),
         };
         let _ = verdict.write(folder);
     }
@@ -316,30 +306,25 @@ fn found(
     match error {
         RuntimeError::Gone {
             rank,
+            process,
             pid,
             host,
             how,
             ..
         } => {
             found.insert(*rank, Fate::Lost(how.clone()));
-            let children = company.and_then(|c| c.children.as_ref());
-            let own = record::host();
-            let killed = children.map_or_else(Vec::new, |c| c.killed_so_far());
-            let killed = killed.into_iter().map(|(pid, how)| (pid, own.clone(), how));
-            for (pid, host, how) in [(*pid, host.clone(), how.clone())]
-                .into_iter()
-                .chain(killed)
-            {
-                let of_process = seen.iter().filter(|s| s.pid == pid && s.host == host);
-                for s in of_process {
-                    found
-                        .entry(s.rank)
-                        .or_insert_with(|| Fate::Lost(how.clone()));
+            let mut lose = |ranks: Vec<Rank>, how: &String| {
+                for rank in ranks {
+                    found.entry(rank).or_insert_with(|| Fate::Lost(how.clone()));
                 }
-            }
-            let missed = company.map_or_else(Vec::new, |c| c.processes.missed());
-            for (rank, how) in missed {
-                found.entry(rank).or_insert(Fate::Lost(how));
+            };
+            let of_process = seen.iter().filter(|s| s.pid == *pid && s.host == *host);
+            lose(of_process.map(|s| s.rank).collect(), how);
+            if let Some(company) = company {
+                lose(company.processes.ranks_of(*process), how);
+                for (process, how) in company.gone() {
+                    lose(company.processes.ranks_of(process), &how);
+                }
             }
         }
         RuntimeError::Watchdog {
@@ -349,8 +334,11 @@ fn found(
             ..
         } => {
             let (by, seconds) = (*rank, *seconds);
-            // Whoever waits, too, is held up by others.
-            let waits = |r: &Rank| matches!(doing.get(r), Some(Doing::Waiting { .. }));
+            // Whoever waits, too, is held up by others, and may be where one has no record.
+            let waits = |r: &Rank| {
+                let doing = doing.get(r);
+                matches!(doing, Some(Doing::Waiting { .. } | Doing::Unclear { .. }))
+            };
             let missed = waiting_for.iter().filter(|r| !waits(r));
             found.extend(missed.map(|r| (*r, Fate::Missed { by, seconds })));
         }
