@@ -282,8 +282,7 @@ pub fn without_room(failure: Failure, standing: &str) -> Failure {
 }
 
 /// The way on of an elastic run that cannot write something.
-pub const ROOM: &str =
-    "once files can be written there again, the same command goes on with the run";
+pub const ROOM: &str = "make room there, or let files be written there again: the same command then goes on with the run";
 
 /// The steps that are lost where a run had made so many and goes on from this one, as a sentence
 /// behind others; nothing where there are none.
