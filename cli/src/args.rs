@@ -738,7 +738,7 @@ pub struct RunArgs {
     /// Compare the states of ranks that keep the same ones, by hashes, after every N steps, before
     /// each checkpoint and at the end: a bit that a memory or a processor turned ends the run, and
     /// names the rank. Where ranks meet by NCCL, those are compared that had the same sums. What is
-    /// saved as process 0 is lost is not compared.
+    /// saved as process 0 is lost, or of one rank that is left, is not compared.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub check_replicas: Option<u64>,
     /// Have every rank keep what it is doing in a file in this folder, for `meshwright doctor`.

@@ -530,3 +530,43 @@ fn an_interrupted_search_for_the_smallest_number_of_devices_says_what_was_tried(
     };
     assert!(said.contains(so_far), "{said}");
 }
+
+/// A terminal sends Ctrl-C to all processes of a run, which may be about to meet: no rank is lost by
+/// that, and nothing is left.
+#[test]
+fn an_interrupt_of_all_processes_as_they_meet_is_no_loss() {
+    let place = Place::with_plan();
+    let before = place.names();
+    for moment in (0..16).map(|n| 60 + 12 * n) {
+        let args = [
+            "run",
+            "plan.json",
+            "--data",
+            "text.txt",
+            "--steps",
+            "100000000",
+        ];
+        let more = ["--processes", "--checkpoint", "state", "-o", "early.json"];
+        let child = Command::new(env!("CARGO_BIN_EXE_meshwright"))
+            .args([&args[..], &more].concat())
+            .current_dir(place.path("."))
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .begin()
+            .unwrap();
+        std::thread::sleep(Duration::from_millis(moment));
+        let group = rustix::process::Pid::from_raw(child.id().cast_signed()).unwrap();
+        rustix::process::kill_process_group(group, rustix::process::Signal::INT).unwrap();
+        let output = child.wait_with_output().unwrap();
+        let words = said(&output);
+        // One that has begun ends after a step, and one that has not yet a handler by the signal.
+        let code = output.status.code();
+        assert!(code == Some(130) || code.is_none(), "{moment}: {words}");
+        assert!(!words.contains("is lost"), "{moment}: {words}");
+        assert!(!words.contains("run failed"), "{moment}: {words}");
+        let is_known =
+            |name: &String| before.contains(name) || name == "early.json" || name == "state";
+        let left: Vec<String> = place.names().into_iter().filter(|n| !is_known(n)).collect();
+        assert!(left.is_empty(), "{moment}: {left:?} {words}");
+    }
+}

@@ -200,3 +200,19 @@ fn what_a_run_reads_and_writes_is_not_replaced() {
     let kept: Vec<_> = kept.into_iter().map(|e| e.unwrap().file_name()).collect();
     assert_eq!(kept, ["0002-step-2", "0003-step-3"]);
 }
+
+/// No file that a run writes is a folder of it as well: that is found before the first step.
+#[test]
+fn folders_and_files_of_a_run_have_names_of_their_own() {
+    let place = Place::with_plan();
+    let run = ["run", "plan.json", "--data", "text.txt", "--steps", "1"];
+    for flag in ["--checkpoint", "--record"] {
+        place
+            .refuses(
+                &[&run[..], &["-o", "x.json", flag, "./x.json"]].concat(),
+                &[2],
+            )
+            .says(&["is the folder of", "give each output a name of its own"]);
+        assert!(!place.exists("x.json"));
+    }
+}

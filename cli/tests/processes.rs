@@ -834,7 +834,7 @@ fn launched_processes_that_are_killed_at_once_are_all_named() {
     let words = said(&first.wait_with_output().unwrap());
     let named = [1, 3, 4].map(|rank| words.contains(&format!("rank{rank} is lost: process ")));
     assert_eq!(named.into_iter().filter(|is| *is).count(), 1, "{words}");
-    assert!(words.contains(" lost, too: "), "{words}");
+    assert!(words.contains(" lost, too"), "{words}");
     let found: Value = serde_json::from_slice(&place.read("records/verdict.json")).unwrap();
     let found = found["found"].as_object().unwrap();
     let ranks: Vec<&str> = found.keys().map(String::as_str).collect();
@@ -843,6 +843,71 @@ fn launched_processes_that_are_killed_at_once_are_all_named() {
     let words = said(&third.wait_with_output().unwrap());
     assert!(words.contains("process 0 has ended the run"), "{words}");
     wait_for_none(&place, "launched.json");
+}
+
+/// Processes that a signal has stopped cannot end by themselves: those that are left name them and see
+/// to that, whoever started them, and whether or not process 0 is one of them.
+#[test]
+fn stopped_processes_are_named_and_nobody_is_left() {
+    for (launched, stopped) in [
+        (true, [2, 3]),
+        (true, [0, 2]),
+        (false, [2, 3]),
+        (false, [0, 2]),
+    ] {
+        let place = Place::new();
+        let compile = ["compile", "config.json", "--cluster", "cpu-default"];
+        let pins = ["--ranks", "4", "--global-batch", "8", "--pin", "data=4"];
+        place.run(&[&compile[..], &pins].concat()).expect(0);
+        let long = [
+            "--steps",
+            "100000000",
+            "--time-out",
+            "2",
+            "--record",
+            "records",
+        ];
+        let args = [&RUN[..], &long, &["-o", "stopped.json"]].concat();
+        let by_hand = |rank: &str| {
+            command(&place, &args)
+                .envs([
+                    ("RANK", rank),
+                    ("WORLD_SIZE", "4"),
+                    ("LOCAL_WORLD_SIZE", "4"),
+                ])
+                .envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29528")])
+                .env("TMPDIR", place.path("."))
+                .env_remove("XDG_RUNTIME_DIR")
+                .begin()
+                .unwrap()
+        };
+        let started: Vec<Running> = match launched {
+            true => ["0", "1", "2", "3"].map(by_hand).into(),
+            false => {
+                let args = [&args[..], &["--processes"]].concat();
+                vec![command(&place, &args).begin().unwrap()]
+            }
+        };
+        for rank in stopped {
+            send("-STOP", process_of(&place, rank));
+        }
+        let said: Vec<String> = started
+            .into_iter()
+            .map(|child| said(&child.wait_with_output().unwrap()))
+            .collect();
+        wait_for_none(&place, "stopped.json");
+        let words = said.join("\n");
+        assert!(
+            words.contains(&format!("rank{} is lost", stopped[0])),
+            "{words}"
+        );
+        if stopped[0] != 0 {
+            let found = serde_json::from_slice::<Value>(&place.read("records/verdict.json"));
+            let found = found.unwrap()["found"].as_object().unwrap().clone();
+            let ranks: Vec<&str> = found.keys().map(String::as_str).collect();
+            assert_eq!(ranks, ["2", "3"], "{words}");
+        }
+    }
 }
 
 /// The promise: whichever process is killed and whenever, the run goes on from the newest

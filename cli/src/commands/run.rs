@@ -235,6 +235,9 @@ fn run_as(
                 None => {}
             }
         }
+        if let Some(company) = company.filter(|c| c.children.is_none()) {
+            children::put_down_stopped(&company.processes);
+        }
         (e, words)
     };
     // A run that was to end and lost somebody on the way was interrupted all the same.
@@ -249,6 +252,12 @@ fn run_as(
             false => failure,
         }
     };
+    // Who interrupts a run may ask all of its processes, one of which may be the first to end.
+    let was_interrupted = |company: Option<&Company>| {
+        let children = company.and_then(|c| c.children.as_ref());
+        let is_soon = children.is_some_and(|c| c.were_interrupted()) && interrupts.is_asked_soon();
+        (interrupts.is_asked() || is_soon) && !setting.end_with_one()
+    };
     let Trained {
         measurement,
         mut session,
@@ -256,6 +265,16 @@ fn run_as(
         (Ok(trained), there) => {
             company = there;
             trained
+        }
+        (Err((e, _)), company)
+            if so_far.done == first
+                && args.continued.is_none()
+                && e.is_loss()
+                && was_interrupted(company.as_ref()) =>
+        {
+            unasked.into_iter().for_each(Unasked::end);
+            interrupts.take_back(begins);
+            return Err(Failure::new(Exit::Interrupted, BEFORE_A_STEP));
         }
         (Err((RuntimeError::Gone { .. }, words)), Some(company)) if goes_on(args, setting) => {
             return Err(elastic::go_on(args, &loaded, company, (words, so_far)));
@@ -278,7 +297,7 @@ fn run_as(
     if measurement.steps.is_empty() && !is_end {
         let what = match args.continued {
             Some(_) => BEFORE_IT_WENT_ON,
-            None => "interrupted before the first step was done; nothing was written",
+            None => BEFORE_A_STEP,
         };
         // One that goes on after a loss may have to tell of that still.
         if let Some(unasked) = unasked.filter(|_| args.continued.is_none()) {
@@ -322,6 +341,9 @@ fn run_as(
                 saved
             }
         };
+        if args.elastic {
+            so_far.keep_journal(folder);
+        }
         let path = saved.as_deref().unwrap_or(folder);
         let what = format!("{} has the training state", path.display());
         let saved = saved.map_err(|(e, words)| {
@@ -395,6 +417,9 @@ fn last_resort(args: &RunArgs) -> fn(&str) {
         false => last_resort::end,
     }
 }
+
+/// The words of an interrupt that comes as the processes have met.
+const BEFORE_A_STEP: &str = "interrupted before the first step was done; nothing was written";
 
 /// Whether this process itself goes on after a loss: else whoever started it does, with the same
 /// command.
@@ -499,6 +524,12 @@ fn serve(
             (e, words)
         }
     });
+    // Process 0 has heard of it as well, or has ended because of it.
+    if let (Setting::Started(_), Err(_)) = (setting, &served)
+        && interrupts.is_asked()
+    {
+        std::process::exit(Exit::Interrupted as i32)
+    }
     // Some launchers end all when the first has ended: process 0 has its words before that.
     let is_of_others = |e: &RuntimeError| !matches!(e, RuntimeError::Gone { process: 0, .. });
     if let (Setting::Launched(_), Err((e, _))) = (setting, &served)
@@ -506,6 +537,13 @@ fn serve(
     {
         processes.await_end(0, TO_SPEAK);
         std::thread::sleep(TO_SPEAK / 10);
+    }
+    // Process 0 names them first, and sees to those itself that it has started.
+    let is_of_first = |e: &RuntimeError| !is_of_others(e);
+    if let Err((e, _)) = &served
+        && (is_of_first(e) || matches!(setting, Setting::Launched(_)))
+    {
+        children::put_down_stopped(&processes);
     }
     match served {
         // Process 0 says what becomes of the run.
@@ -633,7 +671,7 @@ fn not_all(args: &RunArgs, failed: Vec<Failure>, written: &[String], has_state: 
         Exit::BadInput => {
             let mut help = match args.elastic && !has_state {
                 true => elastic::ROOM,
-                false => "make room there, or have the next run write to another place",
+                false => "see that files can be written there, or have the next run write to another place",
             }
             .to_string();
             let mut folders = args.checkpoint.iter();
@@ -656,9 +694,10 @@ fn whole(args: &RunArgs, task: Task, m: &Measurement, written: &[String]) -> Res
     let help = args.checkpoint.as_ref().map(|folder| match args.elastic {
         true => "to go on, give the same command again".into(),
         false => format!(
-            "to go on, the same command with --resume {} --steps {}, and --total-steps if the learning rate decays",
+            "to go on, give the same command with --resume {} --steps {}{}",
             folder.display(),
-            args.steps - done
+            args.steps - done,
+            records::total_steps(args, m.steps.first().map_or(0, |s| s.step))
         ),
     });
     if m.instructions.is_empty() && args.profile > 0 {
@@ -931,6 +970,20 @@ fn check_outputs(
     written.push(&args.output);
     watch::check(args, &read, &written)?;
     outputs::check_no_pipe(&args.output)?;
+    for (flag, folder) in [("checkpoint", &args.checkpoint), ("record", &args.record)] {
+        let file = |file: &&&Path| {
+            folder
+                .as_ref()
+                .is_some_and(|f| outputs::target(f) == outputs::target(file))
+        };
+        if let Some(file) = written.iter().find(file) {
+            let what = format!(
+                "{}: is the folder of --{flag} and a file that the run writes",
+                file.display()
+            );
+            return Err(Failure::new(Exit::Usage, what).help("give each output a name of its own"));
+        }
+    }
     // The records that nobody asked for end no run.
     let record = args.record.as_ref().filter(|_| !args.records_by_default);
     let folders = args.checkpoint.iter().chain(record);
@@ -1249,6 +1302,9 @@ fn train_all(
             bar.println(words);
         }
         Progress::Checkpoint { step, path } => {
+            if let Some(folder) = args.checkpoint.as_ref().filter(|_| args.elastic) {
+                bar.suspend(|| so_far.keep_journal(folder));
+            }
             let words = format!("step {step}: {} has the training state", path.display());
             watch.line(format_args!("{words}"));
             bar.println(words);

@@ -148,7 +148,7 @@ fn an_elastic_run_outlives_process_0() {
 /// with those that are left.
 #[test]
 fn all_that_are_killed_at_once_are_counted() {
-    let kill = |victims: &[u32], words: &[&str], left: &str| {
+    let end = |signal: &str, victims: &[u32], words: &[&str], left: &str| {
         let place = Place::new();
         let compile = ["compile", "config.json", "--cluster", "cpu-default"];
         let pins = ["--ranks", "4", "--global-batch", "12", "--pin", "data=4"];
@@ -156,12 +156,12 @@ fn all_that_are_killed_at_once_are_counted() {
         place.run(&[&compile[..], &pins, &zero].concat()).expect(0);
         let more = ["--steps", "300", "--processes", "--elastic", "-o", "e.json"];
         let state = ["--checkpoint", "state", "--checkpoint-every", "20"];
-        let args = [&RUN[..], &more, &state].concat();
+        let args = [&RUN[..], &more, &state, &["--time-out", "3"]].concat();
         let child = command(&place, &args).begin().unwrap();
         wait_for_checkpoint(&place, "state", 1);
         let of_rank = |rank: &u32| process_in(&place, "e.records", *rank, 20).to_string();
         let pids: Vec<String> = victims.iter().map(of_rank).collect();
-        let sent = Command::new("kill").arg("-9").args(&pids).status();
+        let sent = Command::new("kill").arg(signal).args(&pids).status();
         assert!(sent.unwrap().success());
         let output = child.wait_with_output().unwrap();
         let said = said(&output);
@@ -174,6 +174,10 @@ fn all_that_are_killed_at_once_are_counted() {
         assert!(!said.contains("had not written its part"), "{said}");
         wait_for_none(&place, "e.json");
     };
+    let kill = |victims: &[u32], words: &[&str], left: &str| end("-9", victims, words, left);
+    // What those have in memory that no signal has stopped is not lost either.
+    let none = "had all states in memory: no step is lost";
+    end("-STOP", &[0, 2], &[none], "in place of 4, from step ");
     let first =
         "lost: process 0 was killed by signal 9, and with it process 1 (it was killed by signal 9)";
     kill(&[0, 1], &[first], "with 2 ranks in place of 4, from step ");
@@ -186,6 +190,87 @@ fn all_that_are_killed_at_once_are_counted() {
     let others = "lost in all: processes 2 and 3 of 4, which were killed";
     kill(&[2, 3], &[others], "going on with 2 ranks in place of 4");
     kill(&[0, 1, 2, 3], &["and no other process is left"], "");
+}
+
+/// Processes that are lost before all have met are lost as any others, and process 0 is none of them.
+/// Whoever asks one of them to end asks the run.
+#[test]
+fn a_process_that_is_lost_before_all_have_met_is_counted_once() {
+    for (signal, code) in [("-9", 0), ("-TERM", 130)] {
+        let place = Place::new();
+        let compile = ["compile", "config.json", "--cluster", "cpu-default"];
+        let pins = ["--ranks", "4", "--global-batch", "12", "--pin", "data=4"];
+        place.run(&[&compile[..], &pins].concat()).expect(0);
+        let more = ["--steps", "60", "--processes", "--elastic", "-o", "e.json"];
+        let state = ["--checkpoint", "state", "--checkpoint-every", "20"];
+        let args = [&RUN[..], &more, &state].concat();
+        let child = command(&place, &args).begin().unwrap();
+        let since = Instant::now();
+        let second = |id: &u32| {
+            let line = std::fs::read(format!("/proc/{id}/cmdline")).unwrap_or_default();
+            String::from_utf8_lossy(&line).contains("--as-process=1/4")
+        };
+        let victim = loop {
+            if let Some(found) = processes_of(&place, "e.json").into_iter().find(second) {
+                break found;
+            }
+            assert!(since.elapsed() < Duration::from_secs(60), "no process 1");
+        };
+        self::signal(signal, victim);
+        let output = child.wait_with_output().unwrap();
+        let words = said(&output);
+        assert_eq!(output.status.code(), Some(code), "{words}");
+        assert!(!words.contains("process 0 was killed"), "{words}");
+        if code == 0 {
+            assert!(words.contains("with 3 ranks in place of 4"), "{words}");
+            assert_eq!(
+                run_json(&place, "e.json")["steps"]
+                    .as_array()
+                    .unwrap()
+                    .len(),
+                60
+            );
+        } else {
+            assert!(words.contains("interrupted"), "{words}");
+        }
+        wait_for_none(&place, "e.json");
+    }
+}
+
+/// The folder of checkpoints may be removed while a run writes there: the same command goes on with
+/// the run all the same.
+#[test]
+fn an_elastic_run_outlives_the_loss_of_its_folder() {
+    let place = Place::new();
+    two_replicas(&place);
+    let more = [
+        "--steps",
+        "3000",
+        "--processes",
+        "--elastic",
+        "-o",
+        "e.json",
+    ];
+    let state = ["--checkpoint", "state", "--checkpoint-every", "20"];
+    let args = [&RUN[..], &more, &state].concat();
+    let child = command(&place, &args).begin().unwrap();
+    wait_for_checkpoint(&place, "state", 2);
+    while std::fs::remove_dir_all(place.path("state")).is_err() {}
+    wait_for_checkpoint(&place, "state", 1);
+    signal("-TERM", child.id());
+    let output = child.wait_with_output().unwrap();
+    let words = said(&output);
+    assert_eq!(output.status.code(), Some(130), "{words}");
+    assert!(words.contains("was emptied or removed"), "{words}");
+    assert!(place.exists("state/elastic.json"), "{words}");
+    let step = newest(&place, "state").0;
+    let step = step.rsplit_once("-step-").unwrap().1;
+    let child = command(&place, &args).begin().unwrap();
+    wait_for_checkpoint(&place, "state", 3);
+    signal("-TERM", child.id());
+    let words = said(&child.wait_with_output().unwrap());
+    assert!(words.contains(&format!("from step {step}")), "{words}");
+    wait_for_none(&place, "e.json");
 }
 
 /// An elastic run that was killed goes on from no damaged checkpoint, and where all are, it does not

@@ -5,6 +5,7 @@
 use super::frame::{self, Head, Letter, Reason};
 use super::processors;
 use super::rendezvous::{Place, Who};
+use super::stopped;
 use crate::error::RuntimeError;
 use crate::execute::message::{Answer, Request};
 use crate::fabric::threads::{Carrier, World};
@@ -271,6 +272,13 @@ impl Processes {
     pub fn is_here(&self, process: usize) -> bool {
         let here = &self.all[self.place.index].host;
         self.all.get(process).is_some_and(|who| who.host == *here)
+    }
+    /// The other processes on this host that a signal has stopped: their numbers, and the system's.
+    pub fn stopped_here(&self) -> Vec<(usize, u32)> {
+        let others = self.all.iter().enumerate();
+        let others = others.filter(|(process, _)| *process != self.place.index);
+        let stopped = others.filter(|(_, who)| stopped::is_stopped(who));
+        stopped.map(|(process, who)| (process, who.pid)).collect()
     }
     /// Number of hosts.
     pub fn n_hosts(&self) -> usize {

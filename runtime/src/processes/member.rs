@@ -97,10 +97,10 @@ pub fn serve(
         let patience = watchdog.max(LAST_WORDS);
         // Others may have ended with process 0, and their ends be heard a little later.
         processes.await_ends();
-        let over = processes
-            .over()
-            .into_iter()
-            .filter(|p| ![0, me].contains(p));
+        // One that a signal has stopped leaves nothing either.
+        let stopped = processes.stopped_here().into_iter().map(|(p, _)| p);
+        let over: BTreeSet<usize> = stopped.chain(processes.over()).collect();
+        let over = over.into_iter().filter(|p| ![0, me].contains(p));
         let lost = over
             .map(|p| &shares[p])
             .filter(|ranks| !leaves.has_some_of(ranks));

@@ -36,6 +36,7 @@ mod pulse;
 mod rendezvous;
 #[doc(hidden)]
 pub mod spoken;
+mod stopped;
 #[cfg(any(test, all(feature = "testing", feature = "mpi")))]
 mod suite;
 #[cfg(test)]

@@ -2,8 +2,9 @@
 //! no connection breaks.
 
 use super::rendezvous::Who;
+use super::stopped::runs_this_binary;
 use rustix::io::Errno;
-use std::fs::{read_link, read_to_string};
+use std::fs::read_to_string;
 use std::io::{self, ErrorKind};
 
 /// A process of this host.
@@ -19,8 +20,7 @@ impl Neighbour {
     /// container that has the same name. There its number may be that of a stranger: who runs the
     /// same binary is none.
     pub fn find(who: &Who) -> Option<Self> {
-        let binary = |pid: &str| read_link(format!("/proc/{pid}/exe")).ok();
-        let is_own = binary(&who.pid.to_string())? == binary("self")?;
+        let is_own = runs_this_binary(who.pid)?;
         let started = started(who.pid).ok()?;
         let started = started.filter(|_| is_own && who.host == crate::record::host())?;
         Some(Neighbour {

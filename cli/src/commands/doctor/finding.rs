@@ -92,10 +92,13 @@ fn told(of: &Verdict) -> String {
         by_fate.entry(fate).or_default().push(*rank);
     }
     let fates = by_fate.into_iter().map(|(fate, ranks)| {
-        let are = if ranks.len() == 1 { "is" } else { "are" };
+        let (are, each) = match ranks.len() {
+            1 => ("is", ""),
+            _ => ("are", "each: "),
+        };
         let ranks = names(ranks);
         match fate {
-            Fate::Lost(how) => format!("{ranks} {are} lost ({how})"),
+            Fate::Lost(how) => format!("{ranks} {are} lost ({each}{how})"),
             Fate::Missed { by, seconds } => {
                 format!("{by} waited for {ranks} for {seconds} s, in vain")
             }

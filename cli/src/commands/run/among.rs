@@ -1,8 +1,8 @@
 //! A run of several processes: which of them this one is, and how they come together.
 
 use super::children::Children;
+use super::elastic;
 use super::fabric::Chosen;
-use super::last_resort;
 use super::launcher::{self, Launched};
 use super::orphan::Orphan;
 use super::rendezvous::{self, Appointment};
@@ -12,7 +12,7 @@ use crate::interrupt::{BEFORE_IT_WENT_ON, Interrupts};
 use crate::plan_file::Loaded;
 use runtime::files::open_regular;
 use runtime::processes::{Fingerprint, Host, JoinError, Place, Processes, Token, Way, join};
-use runtime::record::Finder;
+use runtime::record::{Finder, SILENT};
 use std::collections::BTreeMap;
 use std::io::{BufRead, ErrorKind, Read, Seek, SeekFrom};
 use std::net::{Ipv4Addr, SocketAddr, ToSocketAddrs};
@@ -211,12 +211,17 @@ impl Company {
         }
         self.processes.hears_another(who.pid, &who.host)
     }
-    /// The processes that are lost by now, with how they ended, where one is.
+    /// The processes that are lost by now, where one is: how they ended, or that a signal has stopped
+    /// them.
     pub fn gone(&self) -> BTreeMap<usize, String> {
-        match &self.children {
+        let mut gone = match &self.children {
             Some(children) => children.killed_so_far(),
             None => self.processes.missed(),
+        };
+        for (process, _) in self.processes.stopped_here() {
+            gone.entry(process).or_insert_with(|| SILENT.into());
         }
+        gone
     }
     /// Ends it after a failure. Returns the processes that were killed, where this one started them,
     /// and how many there were.
@@ -293,18 +298,19 @@ pub fn gather(
             let children = Children::start(of, &Appointment::new(host.address(), host.token()))?;
             let watch = &mut || is_asked().or_else(|| children.ended());
             let processes = match host.gather(of, &fingerprint, patience, watch) {
+                // Whoever asks one of them to end asks the run.
                 Err(JoinError::Ended(_))
-                    if interrupts.is_asked()
-                        || children.were_interrupted() && interrupts.is_asked_soon() =>
+                    if interrupts.is_asked() || children.were_interrupted() =>
                 {
                     // They have nothing to lose either.
                     children.put_all_down();
                     return Err(interrupted());
                 }
                 Err(JoinError::Ended(what)) if args.kept.is_some() => {
-                    // To the keeper this is a loss like any other.
-                    last_resort::end_kept(&what);
-                    return Err(JoinError::Ended(what).into());
+                    let lost = children.killed_so_far().len().max(1);
+                    children.put_all_down();
+                    drop(children);
+                    return Err(elastic::begin_again(args, &what, lost));
                 }
                 gathered => gathered?,
             };
@@ -527,7 +533,7 @@ impl From<JoinError> for Failure {
                 "start the same binary with the same plan and data on every host, and where hosts have other GPUs or another NCCL, with --fabric host"
             }
             Refused { .. } => "the message of process 0 says more",
-            Ended(_) => "its own message is above",
+            Ended(_) => "its own message, where it wrote one, is above",
             Apart { .. } => {
                 "every host must be able to reach every other one in the network of the run"
             }

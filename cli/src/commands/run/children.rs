@@ -33,6 +33,12 @@ struct Started {
     is_put_down: bool,
 }
 
+/// Kills the processes of a run on this host that a signal has stopped, as it has ended: they cannot
+/// end by themselves.
+pub fn put_down_stopped(of: &Processes) {
+    (of.stopped_here().into_iter()).for_each(|(_, pid)| put_down_of_others(pid));
+}
+
 /// Kills a process of this program that somebody else has started and a signal has stopped: it
 /// cannot end by itself. Whoever is only not heard can.
 pub fn put_down_of_others(id: u32) {

@@ -7,8 +7,8 @@
 //! find the same file. What becomes of a run whose process 0 is lost is in `keeper` and `journal`.
 
 use super::among::Company;
-use super::journal::{self, Part};
-use super::left;
+use super::journal::{self, Journal, Part};
+use super::{keeper, left};
 use crate::args::RunArgs;
 use crate::commands::again;
 use crate::failure::{Exit, Failure};
@@ -125,6 +125,8 @@ pub struct SoFar {
     pub rescued: Option<Result<Rescued, Unrescued>>,
     /// Whether somebody has asked the run to end.
     pub is_asked_to_end: Arc<AtomicBool>,
+    /// The run's journal, by which the same command goes on with it.
+    journal: Option<Journal>,
 }
 
 impl SoFar {
@@ -140,6 +142,21 @@ impl SoFar {
             written: Vec::new(),
             rescued: None,
             is_asked_to_end: Arc::default(),
+            journal: folder.and_then(|folder| Journal::read(folder).ok()?),
+        }
+    }
+    /// Writes the run's journal once more where somebody has removed its folder, into which checkpoints
+    /// are written again.
+    pub fn keep_journal(&self, folder: &Path) {
+        let Some(journal) = self.journal.as_ref().filter(|_| !journal::is_in(folder)) else {
+            return;
+        };
+        match journal.write(folder) {
+            Ok(()) => crate::say(format_args!(
+                "warning: {} was emptied or removed while the run went on; what the same command needs to go on with the run is written there again",
+                folder.display()
+            )),
+            Err(failure) => crate::say(format_args!("warning: {failure}")),
         }
     }
     /// The same in a process that leaves it to process 0 to read what the run goes on from; none
@@ -482,6 +499,50 @@ pub fn forget(args: &RunArgs) {
 
 fn file(args: &RunArgs) -> PathBuf {
     args.output.with_extension("continued.json")
+}
+
+/// Begins the run again without processes that were lost before all had met: what the others had to
+/// do was nothing yet. Does not come back but with a failure.
+pub fn begin_again(args: &RunArgs, what: &str, n_lost: usize) -> Failure {
+    let left = args
+        .checkpoint
+        .as_deref()
+        .map(|folder| keeper::may_go_on(folder, what, n_lost));
+    if let Some(Err(failure)) = left {
+        return failure;
+    }
+    crate::say(format_args!("lost: {what}"));
+    let failed =
+        |e: std::io::Error| Failure::new(Exit::RunFailed, format!("{what}; to go on failed: {e}"));
+    let program = match std::env::current_exe() {
+        Ok(program) => program,
+        Err(e) => return failed(e),
+    };
+    let given: Vec<OsString> = std::env::args_os().skip(1).collect();
+    let keeper = args.kept.map(|keeper| format!("--kept={keeper}"));
+    let mut command = Command::new(program);
+    command
+        .args(given.first())
+        .args(keeper)
+        .arg(format!("--after-loss={n_lost}"))
+        .args(as_given(&given));
+    failed(command.exec())
+}
+
+/// The words that were given behind the verb, without those that a keeper or an earlier loss put there.
+fn as_given(given: &[OsString]) -> &[OsString] {
+    let mut rest = given.get(1..).unwrap_or_default();
+    loop {
+        let is_put = |w: &OsString| {
+            let word = w.to_string_lossy();
+            word.starts_with("--kept=") || word.starts_with("--after-loss=")
+        };
+        rest = match rest.first() {
+            Some(w) if w == "--continued" => rest.get(2..).unwrap_or_default(),
+            Some(w) if is_put(w) => &rest[1..],
+            _ => return rest,
+        };
+    }
 }
 
 /// The words behind the verb, without what an earlier continuation put there.

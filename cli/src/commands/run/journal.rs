@@ -278,6 +278,11 @@ fn drawn() -> Result<String, Failure> {
     Ok(bytes.iter().map(|b| format!("{b:02x}")).collect())
 }
 
+/// Whether a folder of checkpoints has a run's journal.
+pub fn is_in(folder: &Path) -> bool {
+    folder.join(NAME).exists()
+}
+
 /// The standing of the run that is asked for, by the journal in its folder of checkpoints.
 pub enum Standing {
     /// There is none, or one that was told how it goes on: it is made as its arguments say.

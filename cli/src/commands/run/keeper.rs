@@ -171,7 +171,7 @@ fn names(all: &[Lost]) -> Option<String> {
 }
 
 /// Fails where nothing is left that could go on.
-fn may_go_on(folder: &Path, lost: &str, n_lost: usize) -> Result<(), Failure> {
+pub fn may_go_on(folder: &Path, lost: &str, n_lost: usize) -> Result<(), Failure> {
     let why = match Journal::read(folder)? {
         Some(journal) if journal.processes > n_lost => return Ok(()),
         Some(_) => "no other process is left",

@@ -132,35 +132,17 @@ fn lost_too(
     let (RuntimeError::Gone { process, .. }, Some(company)) = (error, company) else {
         return None;
     };
-    // By how processes ended: their number, and their ranks.
-    let mut all: BTreeMap<&String, (usize, Vec<Rank>)> = BTreeMap::new();
+    let mut all: BTreeMap<&String, Vec<Rank>> = BTreeMap::new();
     for other in company.gone().into_keys().filter(|p| p != process) {
         let ranks = company.processes.ranks_of(other);
         let how = ranks.first().and_then(|r| found.get(r));
         if let Some(Fate::Lost(how)) = how {
-            let of = all.entry(how).or_default();
-            of.0 += 1;
-            of.1.extend(ranks);
+            all.entry(how).or_default().extend(ranks);
         }
     }
-    let words = |(how, (processes, ranks)): (&String, (usize, Vec<Rank>))| {
-        let whose = match processes {
-            1 => "their process",
-            _ => "the process of each",
-        };
-        // The end of one is told as its own.
-        let own = how
-            .strip_prefix("it ")
-            .map(|rest| format!("{whose} {rest}"));
-        let connection = how.strip_prefix("its connection ");
-        let theirs = own.or_else(|| Some(format!("the connection to {whose} {}", connection?)));
-        match &ranks[..] {
-            [rank] => format!("{rank} is lost, too: {how}"),
-            _ => {
-                let how = theirs.as_ref().unwrap_or(how);
-                format!("{} are lost, too: {how}", names(ranks))
-            }
-        }
+    let words = |(how, ranks): (&String, Vec<Rank>)| match &ranks[..] {
+        [rank] => format!("{rank} is lost, too: {how}"),
+        _ => format!("{} are lost, too (each: {how})", names(ranks)),
     };
     let words: Vec<String> = all.into_iter().map(words).collect();
     (!words.is_empty()).then(|| words.join(". "))
@@ -246,10 +228,7 @@ fn way_on(args: &RunArgs, so_far: Option<&SoFar>) -> String {
             "the newest checkpoint in {folder} has all of its steps, and `meshwright checkpoint convert` makes weights of it"
         ),
         (Some(step), _) => {
-            let total = match args.schedule {
-                DecayArg::Constant => String::new(),
-                _ => format!(" --total-steps {}", args.total_steps.unwrap_or(end)),
-            };
+            let total = total_steps(args, so_far.first);
             let left = end - step;
             format!("to go on, give the same command with --resume {folder} --steps {left}{total}")
         }
@@ -259,6 +238,16 @@ fn way_on(args: &RunArgs, so_far: Option<&SoFar>) -> String {
         (None, Some(_)) => {
             "it had written no checkpoint yet, so the same command begins it again".into()
         }
+    }
+}
+
+/// The flag with which a run that goes on has the learning rates of one that is not broken, behind
+/// others: this one has begun with this step.
+pub fn total_steps(args: &RunArgs, first: u64) -> String {
+    let end = first.saturating_add(args.steps);
+    match args.schedule {
+        DecayArg::Constant => String::new(),
+        _ => format!(" --total-steps {}", args.total_steps.unwrap_or(end)),
     }
 }
 
