@@ -171,7 +171,9 @@ fn no_checkpoint_has_a_bit_that_a_comparison_finds() {
     for compares in [&seldom[..], &validates] {
         let place = two_replicas();
         let state = ["--checkpoint", "kept", "--checkpoint-every", "5"];
-        let all = [&state[..], &["--checkpoints-kept", "1000"], compares].concat();
+        // A copy of the states for a checkpoint in the background would be found in the memory as well.
+        let kept = ["--checkpoints-kept", "1000", "--checkpoint-mode", "wait"];
+        let all = [&state[..], &kept, compares].concat();
         let Some((output, needle)) = with_a_turned_bit(&place, &all) else {
             return;
         };

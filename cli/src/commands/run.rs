@@ -190,7 +190,7 @@ fn run_as(
     let begins = interrupts.keep_files();
     let mut company = match gathered {
         // Who has failed for another reason may be started again, with fewer processes.
-        Err(failure) if interrupts.is_asked() => {
+        Err(failure) if interrupts.is_asked() || failure.exit() == Exit::Interrupted => {
             interrupts.take_back(begins);
             return Err(failure);
         }
@@ -235,7 +235,7 @@ fn run_as(
                 None => {}
             }
         }
-        if let Some(company) = company.filter(|c| c.children.is_none()) {
+        if let Some(company) = company.filter(|c| c.children.is_none() && e.is_loss()) {
             children::put_down_stopped(&company.processes);
         }
         (e, words)
@@ -252,11 +252,14 @@ fn run_as(
             false => failure,
         }
     };
-    // Who interrupts a run may ask all of its processes, one of which may be the first to end.
-    let was_interrupted = |company: Option<&Company>| {
+    // Whoever asks one of the processes to end asks the run, and one that has just begun ends at once.
+    let were_interrupted = |company: Option<&Company>| {
         let children = company.and_then(|c| c.children.as_ref());
-        let is_soon = children.is_some_and(|c| c.were_interrupted()) && interrupts.is_asked_soon();
-        (interrupts.is_asked() || is_soon) && !setting.end_with_one()
+        children.is_some_and(|c| c.were_only_interrupted())
+    };
+    let begins_here = |so_far: &SoFar| {
+        let is_rescued = matches!(so_far.rescued, Some(Ok(_)));
+        so_far.done == first && args.continued.is_none() && !is_rescued
     };
     let Trained {
         measurement,
@@ -266,11 +269,8 @@ fn run_as(
             company = there;
             trained
         }
-        (Err((e, _)), company)
-            if so_far.done == first
-                && args.continued.is_none()
-                && e.is_loss()
-                && was_interrupted(company.as_ref()) =>
+        (Err((RuntimeError::Gone { .. }, _)), company)
+            if begins_here(&so_far) && were_interrupted(company.as_ref()) =>
         {
             unasked.into_iter().for_each(Unasked::end);
             interrupts.take_back(begins);
@@ -342,7 +342,7 @@ fn run_as(
             }
         };
         if args.elastic {
-            so_far.keep_journal(folder);
+            interrupts.making(|made| so_far.keep_journal(folder, made));
         }
         let path = saved.as_deref().unwrap_or(folder);
         let what = format!("{} has the training state", path.display());
@@ -524,12 +524,6 @@ fn serve(
             (e, words)
         }
     });
-    // Process 0 has heard of it as well, or has ended because of it.
-    if let (Setting::Started(_), Err(_)) = (setting, &served)
-        && interrupts.is_asked()
-    {
-        std::process::exit(Exit::Interrupted as i32)
-    }
     // Some launchers end all when the first has ended: process 0 has its words before that.
     let is_of_others = |e: &RuntimeError| !matches!(e, RuntimeError::Gone { process: 0, .. });
     if let (Setting::Launched(_), Err((e, _))) = (setting, &served)
@@ -544,6 +538,13 @@ fn serve(
         && (is_of_first(e) || matches!(setting, Setting::Launched(_)))
     {
         children::put_down_stopped(&processes);
+    }
+    // Process 0 has heard of the interrupt as well, and says what becomes of the run.
+    if let (Setting::Started(_), Err((e, _))) = (setting, &served)
+        && interrupts.is_asked()
+        && is_of_others(e)
+    {
+        std::process::exit(Exit::Interrupted as i32)
     }
     match served {
         // Process 0 says what becomes of the run.
@@ -1303,7 +1304,7 @@ fn train_all(
         }
         Progress::Checkpoint { step, path } => {
             if let Some(folder) = args.checkpoint.as_ref().filter(|_| args.elastic) {
-                bar.suspend(|| so_far.keep_journal(folder));
+                bar.suspend(|| interrupts.making(|made| so_far.keep_journal(folder, made)));
             }
             let words = format!("step {step}: {} has the training state", path.display());
             watch.line(format_args!("{words}"));

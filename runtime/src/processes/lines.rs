@@ -3,9 +3,9 @@
 //! more than the system buffers do not wait for each other.
 
 use super::frame::{self, Head, Letter, Reason};
+use super::neighbours::Neighbour;
 use super::processors;
 use super::rendezvous::{Place, Who};
-use super::stopped;
 use crate::error::RuntimeError;
 use crate::execute::message::{Answer, Request};
 use crate::fabric::threads::{Carrier, World};
@@ -173,6 +173,8 @@ impl Desk {
 pub struct Processes {
     place: Place,
     all: Vec<Who>,
+    /// The others of these on this host, as far as they can be seen.
+    neighbours: Vec<(usize, Neighbour)>,
     /// Which one of those on its host this is, where a launcher says so.
     local: Option<usize>,
     lines: Arc<Lines>,
@@ -227,8 +229,11 @@ impl Processes {
             std::thread::spawn(move || read(&desk, process, reader));
             to.push(Some(line));
         }
+        let others = all.iter().enumerate().filter(|(i, _)| *i != place.index);
+        let neighbours = others.filter_map(|(i, who)| Some((i, Neighbour::find(who)?)));
         Processes {
             place,
+            neighbours: neighbours.collect(),
             all,
             local: None,
             lines: Arc::new(Lines {
@@ -275,10 +280,15 @@ impl Processes {
     }
     /// The other processes on this host that a signal has stopped: their numbers, and the system's.
     pub fn stopped_here(&self) -> Vec<(usize, u32)> {
-        let others = self.all.iter().enumerate();
-        let others = others.filter(|(process, _)| *process != self.place.index);
-        let stopped = others.filter(|(_, who)| stopped::is_stopped(who));
-        stopped.map(|(process, who)| (process, who.pid)).collect()
+        let stopped = self.neighbours.iter().filter(|(_, n)| n.is_stopped());
+        let number = |(process, _): &(usize, Neighbour)| (*process, self.all[*process].pid);
+        stopped.map(number).collect()
+    }
+    /// The other processes on this host that have ended, or that a signal has stopped.
+    pub(crate) fn lost_here(&self) -> impl Iterator<Item = usize> {
+        let lost = self.neighbours.iter();
+        let lost = lost.filter(|(_, n)| n.is_stopped() || n.is_gone());
+        lost.map(|(process, _)| *process)
     }
     /// Number of hosts.
     pub fn n_hosts(&self) -> usize {

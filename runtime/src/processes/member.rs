@@ -2,6 +2,7 @@
 
 use super::Letter;
 use super::lines::{Asked, Inbox};
+use super::pulse::ALONE;
 use crate::checkpoint::{Checkpoint, Leaving, Origin, Whole};
 use crate::error::RuntimeError;
 use crate::execute::message::{Reply, Request};
@@ -11,7 +12,7 @@ use crate::fabric::threads::{Carrier, World};
 use ir::program::Program;
 use ir::{Rank, TrainSpec};
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -54,10 +55,10 @@ pub fn serve(
     let world = World::among(&shares, me, watchdog, processes.carrier());
     let (asked, requests) = channel();
     processes.attach(&world, shares.clone(), Inbox::Requests(asked));
-    // Since when a rank has failed, or one was last asked or has answered after that.
+    // When a rank failed; later, when one was last asked or last answered.
     let failed: Arc<Mutex<Option<Instant>>> = Arc::default();
     // How many answers process 0 waits for.
-    let owed: Arc<AtomicI64> = Arc::default();
+    let owed: Arc<AtomicUsize> = Arc::default();
     let here: Here = Arc::default();
     let crew = cast.crew(&world, &shares[me], |rank| {
         let (carrier, failed) = (processes.carrier(), Arc::clone(&failed));
@@ -98,8 +99,8 @@ pub fn serve(
         // Others may have ended with process 0, and their ends be heard a little later.
         processes.await_ends();
         // One that a signal has stopped leaves nothing either.
-        let stopped = processes.stopped_here().into_iter().map(|(p, _)| p);
-        let over: BTreeSet<usize> = stopped.chain(processes.over()).collect();
+        let over = processes.over().into_iter().chain(processes.lost_here());
+        let over: BTreeSet<usize> = over.collect();
         let over = over.into_iter().filter(|p| ![0, me].contains(p));
         let lost = over
             .map(|p| &shares[p])
@@ -146,8 +147,11 @@ pub fn serve(
             Err(RecvTimeoutError::Timeout) => {
                 let failed = *failed.lock().unwrap_or_else(PoisonError::into_inner);
                 // It waits for ranks that write or hash much, too.
-                let is_asked = owed.load(Ordering::Acquire) > 0;
-                if !is_asked && failed.is_some_and(|f| f.elapsed() > LAST_REQUEST) {
+                let longest = match owed.load(Ordering::Acquire) {
+                    0 => LAST_REQUEST,
+                    _ => LAST_REQUEST.max(watchdog.saturating_mul(ALONE)),
+                };
+                if failed.is_some_and(|f| f.elapsed() > longest) {
                     world.abort(first, "its process does not answer");
                     return Err(processes.silent(0, first));
                 }

@@ -29,14 +29,12 @@ mod lines;
 mod member;
 #[cfg(feature = "mpi")]
 mod mpi;
-#[cfg(all(target_os = "linux", any(test, feature = "mpi")))]
 mod neighbours;
 mod processors;
 mod pulse;
 mod rendezvous;
 #[doc(hidden)]
 pub mod spoken;
-mod stopped;
 #[cfg(any(test, all(feature = "testing", feature = "mpi")))]
 mod suite;
 #[cfg(test)]

@@ -1,10 +1,9 @@
-//! Other processes of this host, which the system shows: when one is gone that can be seen, where
-//! no connection breaks.
+//! Other processes of this host, which the system shows: when one is gone, or a signal has stopped it,
+//! that can be seen, where no connection breaks. Nothing is seen where there is no `/proc`.
 
 use super::rendezvous::Who;
-use super::stopped::runs_this_binary;
 use rustix::io::Errno;
-use std::fs::read_to_string;
+use std::fs::{read_link, read_to_string};
 use std::io::{self, ErrorKind};
 
 /// A process of this host.
@@ -20,24 +19,37 @@ impl Neighbour {
     /// container that has the same name. There its number may be that of a stranger: who runs the
     /// same binary is none.
     pub fn find(who: &Who) -> Option<Self> {
-        let is_own = runs_this_binary(who.pid)?;
-        let started = started(who.pid).ok()?;
-        let started = started.filter(|_| is_own && who.host == crate::record::host())?;
-        Some(Neighbour {
+        let binary = |pid: &str| read_link(format!("/proc/{pid}/exe")).ok();
+        let is_own = binary(&who.pid.to_string())? == binary("self")?;
+        let seen = seen(who.pid).ok()??;
+        let is_here = is_own && who.host == crate::record::host();
+        is_here.then_some(Neighbour {
             pid: who.pid,
-            started,
+            started: seen.started,
         })
+    }
+    /// Whether a signal has stopped it, for all that can be seen.
+    pub fn is_stopped(&self) -> bool {
+        let seen = seen(self.pid).ok().flatten();
+        seen.is_some_and(|seen| seen.started == self.started && seen.is_stopped)
     }
     /// Whether it has ended since, for all that can be seen.
     pub fn is_gone(&self) -> bool {
-        started(self.pid).is_ok_and(|started| started != Some(self.started))
+        let is_it = |seen: Seen| seen.started == self.started;
+        seen(self.pid).is_ok_and(|seen| !seen.is_some_and(is_it))
     }
 }
 
-/// When a process was started; none where it has ended, whether or not its parent knows.
+/// What the system shows of a process.
+struct Seen {
+    started: u64,
+    is_stopped: bool,
+}
+
+/// Looks at a process; none where it has ended, whether or not its parent knows.
 ///
-/// Fails when that cannot be read, as where this process has too many files open.
-fn started(pid: u32) -> io::Result<Option<u64>> {
+/// Fails when that cannot be seen, as where this process has too many files open.
+fn seen(pid: u32) -> io::Result<Option<Seen>> {
     let stat = match read_to_string(format!("/proc/{pid}/stat")) {
         Ok(stat) => stat,
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
@@ -49,17 +61,21 @@ fn started(pid: u32) -> io::Result<Option<u64>> {
         // The name in front may have spaces and parentheses of its own.
         let (_, fields) = stat.rsplit_once(')')?;
         let mut fields = fields.split_ascii_whitespace();
-        let is_over = matches!(fields.next()?, "Z" | "X" | "x");
+        let state = fields.next()?;
         // The 22nd field of the line, of which this is the third.
         let started: u64 = fields.nth(18)?.parse().ok()?;
-        Some((!is_over).then_some(started))
+        let is_over = matches!(state, "Z" | "X" | "x");
+        Some((!is_over).then_some(Seen {
+            started,
+            is_stopped: state == "T",
+        }))
     };
     parsed().ok_or_else(|| io::Error::other("the state of a process has another form"))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{Neighbour, started};
+    use super::{Neighbour, seen};
     use crate::processes::rendezvous::Who;
     use std::process::{Command, Stdio};
 
@@ -70,12 +86,25 @@ mod tests {
             .stdout(Stdio::null())
             .spawn();
         let mut sleep = sleep.unwrap();
-        let started = started(sleep.id()).unwrap().expect("it is there");
+        let there = seen(sleep.id()).unwrap().expect("it is there");
         let neighbour = Neighbour {
             pid: sleep.id(),
-            started,
+            started: there.started,
         };
+        assert!(!neighbour.is_gone() && !neighbour.is_stopped());
+        let pid = rustix::process::Pid::from_child(&sleep);
+        rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
+        let since = std::time::Instant::now();
+        while !neighbour.is_stopped() {
+            assert!(since.elapsed().as_secs() < 10);
+        }
         assert!(!neighbour.is_gone());
+        // Another one that has come to its number is none of the run's.
+        let other = Neighbour {
+            started: there.started + 1,
+            ..neighbour
+        };
+        assert!(!other.is_stopped() && other.is_gone());
         sleep.kill().unwrap();
         let since = std::time::Instant::now();
         // Its parent, this process, has not asked for it yet.

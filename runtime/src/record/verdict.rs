@@ -6,8 +6,7 @@ use crate::files;
 use ir::Rank;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
 use std::path::Path;
 
 /// The name of the file.
@@ -76,13 +75,8 @@ impl Verdict {
         let fresh = folder.join(format!("verdict-{}.new", std::process::id()));
         let failed = |e: io::Error| problem(&path, e.to_string());
         let text = serde_json::to_vec_pretty(self).map_err(|e| failed(e.into()))?;
-        let write = || {
-            let mut file = File::create(&fresh)?;
-            file.write_all(&text)?;
-            file.sync_all()?;
-            std::fs::rename(&fresh, &path)
-        };
-        write().map_err(|e| {
+        let written = std::fs::write(&fresh, text).and_then(|()| std::fs::rename(&fresh, &path));
+        written.map_err(|e| {
             let _ = std::fs::remove_file(&fresh);
             failed(e)
         })

@@ -307,9 +307,14 @@ pub fn gather(
                     return Err(interrupted());
                 }
                 Err(JoinError::Ended(what)) if args.kept.is_some() => {
+                    // Others that were killed with it end within a moment.
+                    std::thread::sleep(NEWS / 5);
                     let lost = children.killed_so_far().len().max(1);
                     children.put_all_down();
                     drop(children);
+                    if interrupts.is_asked() {
+                        return Err(interrupted());
+                    }
                     return Err(elastic::begin_again(args, &what, lost));
                 }
                 gathered => gathered?,

@@ -101,13 +101,15 @@ impl Children {
     }
     /// Whether one has ended as an interrupt of it would have it end.
     pub fn were_interrupted(&self) -> bool {
-        let by_interrupt = |how: ExitStatus| {
-            how.code() == Some(Exit::Interrupted as i32)
-                || how.signal().is_some_and(|s| INTERRUPTS.contains(&s))
-        };
         self.lock()
             .iter()
-            .any(|s| s.ended.is_some_and(by_interrupt))
+            .any(|s| s.ended.is_some_and(is_by_interrupt))
+    }
+    /// Whether some have ended, and all of these as an interrupt of them would have them end.
+    pub fn were_only_interrupted(&self) -> bool {
+        let mut all = self.lock();
+        let ended: Vec<ExitStatus> = all.iter_mut().filter_map(|s| s.look()).collect();
+        !ended.is_empty() && ended.into_iter().all(is_by_interrupt)
     }
     /// Kills one that does not answer any more: it would not end by itself.
     pub fn put_down(&self, index: usize) {
@@ -199,6 +201,12 @@ impl Children {
         }
         problems
     }
+}
+
+/// Whether a process has ended as an interrupt would have it end.
+fn is_by_interrupt(how: ExitStatus) -> bool {
+    how.code() == Some(Exit::Interrupted as i32)
+        || how.signal().is_some_and(|s| INTERRUPTS.contains(&s))
 }
 
 impl Started {

@@ -8,10 +8,11 @@
 
 use super::among::Company;
 use super::journal::{self, Journal, Part};
-use super::{keeper, left};
+use super::{keeper, left, lock};
 use crate::args::RunArgs;
 use crate::commands::again;
 use crate::failure::{Exit, Failure};
+use crate::interrupt::Made;
 use crate::plan_file::Loaded;
 use crate::report::degrees::Degrees;
 use crate::{document, files, outputs, report};
@@ -142,16 +143,22 @@ impl SoFar {
             written: Vec::new(),
             rescued: None,
             is_asked_to_end: Arc::default(),
-            journal: folder.and_then(|folder| Journal::read(folder).ok()?),
+            journal: folder
+                .filter(|_| args.elastic)
+                .and_then(|folder| Journal::read(folder).ok()?),
         }
     }
     /// Writes the run's journal once more where somebody has removed its folder, into which checkpoints
-    /// are written again.
-    pub fn keep_journal(&self, folder: &Path) {
+    /// are written again, and the lock has gone with it: unless another run has that folder now.
+    pub fn keep_journal(&self, folder: &Path, made: &mut Vec<Made>) {
         let Some(journal) = self.journal.as_ref().filter(|_| !journal::is_in(folder)) else {
             return;
         };
-        match journal.write(folder) {
+        let written = match lock::again(folder, made) {
+            true => journal.write(folder),
+            false => return,
+        };
+        match written {
             Ok(()) => crate::say(format_args!(
                 "warning: {} was emptied or removed while the run went on; what the same command needs to go on with the run is written there again",
                 folder.display()
@@ -504,11 +511,8 @@ fn file(args: &RunArgs) -> PathBuf {
 /// Begins the run again without processes that were lost before all had met: what the others had to
 /// do was nothing yet. Does not come back but with a failure.
 pub fn begin_again(args: &RunArgs, what: &str, n_lost: usize) -> Failure {
-    let left = args
-        .checkpoint
-        .as_deref()
-        .map(|folder| keeper::may_go_on(folder, what, n_lost));
-    if let Some(Err(failure)) = left {
+    let folder = args.checkpoint.as_deref().unwrap_or(Path::new(""));
+    if let Err(failure) = keeper::may_go_on(folder, what, n_lost) {
         return failure;
     }
     crate::say(format_args!("lost: {what}"));

@@ -94,6 +94,13 @@ pub fn held(
     }
 }
 
+/// Takes the lock of a folder that was emptied or removed, with the file of the one that this process
+/// had. Says whether no other one has it.
+pub fn again(folder: &Path, made: &mut Vec<Made>) -> bool {
+    let tried = tried(&folder.join(NAME), made);
+    matches!(tried, Ok(Tried::Held | Tried::WithoutLocks(_)))
+}
+
 /// Whether a process 0 has the folder now; none where that cannot be seen, as where file systems
 /// have no locks.
 pub fn is_held(folder: &Path) -> Option<bool> {

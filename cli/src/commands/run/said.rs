@@ -107,6 +107,7 @@ fn losses(m: &Measurement, output: &Path) -> String {
     report::wrapped(&format!("Loss by batch: {}{more}", shown.join(", ")))
 }
 
+/// Prints the figures of a run as JSON.
 pub fn print_json(
     args: &RunArgs,
     loaded: &Loaded,
@@ -141,6 +142,7 @@ pub fn print_json(
     report::print_json(&said)
 }
 
+/// Prints the figures of a run in words.
 pub fn print_words(
     args: &RunArgs,
     loaded: &Loaded,
