@@ -40,7 +40,7 @@ impl Neighbour {
     }
 }
 
-/// What the system shows of a process.
+/// A process as the system shows it.
 struct Seen {
     started: u64,
     is_stopped: bool,
