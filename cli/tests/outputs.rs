@@ -214,5 +214,12 @@ fn folders_and_files_of_a_run_have_names_of_their_own() {
             )
             .says(&["is the folder of", "give each output a name of its own"]);
         assert!(!place.exists("x.json"));
+        place
+            .refuses(
+                &[&run[..], &["--metrics", "x.csv", flag, "x.csv"]].concat(),
+                &[2],
+            )
+            .says(&["is the folder of", "give each output a name of its own"]);
+        assert!(!place.exists("x.csv"));
     }
 }

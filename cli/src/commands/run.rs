@@ -977,7 +977,10 @@ fn check_outputs(
                 .as_ref()
                 .is_some_and(|f| outputs::target(f) == outputs::target(file))
         };
-        if let Some(file) = written.iter().find(file) {
+        let is_file = |path: &&Path| path.extension().is_some_and(|e| e == "csv" || e == "jsonl");
+        let metrics = args.metrics.iter().map(PathBuf::as_path).filter(is_file);
+        let files: Vec<&Path> = written.iter().copied().chain(metrics).collect();
+        if let Some(file) = files.iter().find(file) {
             let what = format!(
                 "{}: is the folder of --{flag} and a file that the run writes",
                 file.display()

@@ -178,6 +178,7 @@ fn all_that_are_killed_at_once_are_counted() {
     // What those have in memory that no signal has stopped is not lost either.
     let none = "had all states in memory: no step is lost";
     end("-STOP", &[0, 2], &[none], "in place of 4, from step ");
+    end("-STOP", &[1, 2], &[none], "with 2 ranks in place of 4");
     let first =
         "lost: process 0 was killed by signal 9, and with it process 1 (it was killed by signal 9)";
     kill(&[0, 1], &[first], "with 2 ranks in place of 4, from step ");

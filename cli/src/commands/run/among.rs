@@ -13,7 +13,7 @@ use crate::plan_file::Loaded;
 use runtime::files::open_regular;
 use runtime::processes::{Fingerprint, Host, JoinError, Place, Processes, Token, Way, join};
 use runtime::record::{Finder, SILENT};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, ErrorKind, Read, Seek, SeekFrom};
 use std::net::{Ipv4Addr, SocketAddr, ToSocketAddrs};
 use std::path::Path;
@@ -223,16 +223,25 @@ impl Company {
         }
         gone
     }
-    /// Ends it after a failure. Returns the processes that were killed, where this one started them,
-    /// and how many there were.
-    pub fn lost(self) -> (Vec<usize>, usize) {
+    /// Ends it after a failure. Returns the processes that were killed or had hung, where this one
+    /// started them, and how many there were.
+    pub fn lost(self) -> (BTreeSet<usize>, usize) {
         let Company {
             children,
             processes,
         } = self;
         let of = processes.place().of;
+        let stopped = processes.stopped_here().into_iter().map(|(p, _)| p);
+        let mut lost: BTreeSet<usize> = stopped.collect();
         drop(processes);
-        (children.map_or_else(Vec::new, |c| c.killed()), of)
+        match children {
+            Some(children) => {
+                lost.extend(children.given_up());
+                lost.extend(children.killed());
+                (lost, of)
+            }
+            None => (BTreeSet::new(), of),
+        }
     }
     /// Waits for the processes that were started, when the run is done. Says which did not end
     /// well.

@@ -111,6 +111,12 @@ impl Children {
         let ended: Vec<ExitStatus> = all.iter_mut().filter_map(|s| s.look()).collect();
         !ended.is_empty() && ended.into_iter().all(is_by_interrupt)
     }
+    /// Those that were killed here by now, as they did not answer.
+    pub fn given_up(&self) -> Vec<usize> {
+        let all = self.lock();
+        let given_up = all.iter().filter(|s| s.is_put_down);
+        given_up.map(|s| s.index).collect()
+    }
     /// Kills one that does not answer any more: it would not end by itself.
     pub fn put_down(&self, index: usize) {
         let mut all = self.lock();

@@ -390,18 +390,18 @@ fn prepared(
 ) -> Result<Command, Failure> {
     let (began, lost_at_ms) = (Instant::now(), now_ms());
     crate::say(format_args!("lost: {lost}"));
-    let (killed, of) = company.lost();
-    if let [some @ .., last] = &killed[..]
+    let (gone, of) = company.lost();
+    let all: Vec<usize> = gone.into_iter().collect();
+    if let [some @ .., last] = &all[..]
         && !some.is_empty()
     {
         let some: Vec<String> = some.iter().map(usize::to_string).collect();
         crate::say(format_args!(
-            "lost in all: processes {} and {last} of {of}, which were killed",
+            "lost in all: processes {} and {last} of {of}, which were killed or do not answer",
             some.join(", ")
         ));
     }
-    // One that hung and had to be killed is lost, too.
-    let gone = killed.len().max(1);
+    let gone = all.len().max(1);
     let n_ranks = left::ranks_of(loaded);
     // Ranks are shared evenly; a process that has more counts for what the others have.
     let left = (of - gone.min(of - 1)) * n_ranks / of;
