@@ -345,6 +345,9 @@ impl From<runtime::RuntimeError> for Failure {
             Diverged { .. } => Some(
                 "lower --lr, add --warmup, or clip gradients; earlier checkpoints are unchanged",
             ),
+            Taken { .. } => {
+                Some("give each run a folder of its own, and leave it until its run ends")
+            }
             // Whoever knows the run says how it goes on.
             Replicas { .. } => None,
             Gone { .. } => Some("its own message, where it wrote one, is above"),

@@ -6,14 +6,18 @@
 
 mod support;
 
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
-use std::io::ErrorKind;
+use std::io::{BufRead, BufReader, ErrorKind};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
-use support::{Begin, Done, Place, faults, said};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+use support::{Begin, Done, Place, Running, faults, said};
 
 const RUN: [&str; 4] = ["run", "plan.json", "--data", "text.txt"];
+/// How long something may take that is awaited.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A place with a plan for two ranks.
 fn two_ranks() -> Place {
@@ -667,6 +671,69 @@ fn runs_share_a_folder_of_checkpoints() {
         std::fs::remove_dir_all(place.path("other")).unwrap();
         std::fs::remove_dir_all(place.path("state")).unwrap();
     }
+}
+
+/// Somebody removes the folder of a run that goes on, with its lock: then the run makes both again, and
+/// writes nothing there as long as another run has the folder.
+#[test]
+fn a_removed_folder_is_made_again_unless_another_run_has_it() {
+    let place = two_ranks();
+    let begin = |flags: &[&str]| {
+        let all = [&RUN[..], &["--steps", "100000000"], flags].concat();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_meshwright"));
+        let command = command.args(all).current_dir(place.path("."));
+        command.stdout(Stdio::null()).stderr(Stdio::piped());
+        let mut child = command.begin().unwrap();
+        let (tell, told) = std::sync::mpsc::channel();
+        let lines = BufReader::new(child.stderr.take().unwrap()).lines();
+        std::thread::spawn(move || lines.map_while(Result::ok).try_for_each(|l| tell.send(l)));
+        (child, told)
+    };
+    let hears = |told: &std::sync::mpsc::Receiver<String>, part: &str| {
+        let mut words = String::new();
+        let since = Instant::now();
+        while !words.contains(part) {
+            assert!(since.elapsed() < PATIENCE, "`{part}` is not in: {words}");
+            let heard = told.recv_timeout(PATIENCE);
+            words += &format!("{} ", heard.unwrap().trim());
+        }
+    };
+    let every = ["--checkpoint", "state", "--checkpoint-every", "20"];
+    let (mut first, heard) = begin(&[&every[..], &["-o", "a.json"]].concat());
+    hears(&heard, "has the training state");
+    // It writes nothing meanwhile.
+    let send = |child: &Running, signal| kill_process(Pid::from_child(child), signal).unwrap();
+    let remove = || {
+        send(&first, Signal::STOP);
+        let status = format!("/proc/{}/status", first.id());
+        while !std::fs::read_to_string(&status)
+            .unwrap()
+            .contains("T (stopped)")
+        {
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        std::fs::remove_dir_all(place.path("state")).unwrap();
+    };
+    remove();
+    send(&first, Signal::CONT);
+    hears(&heard, "checkpoints are written there again");
+    hears(&heard, "has the training state");
+    newest_step(&place);
+    // Another run begins there, and ends.
+    remove();
+    let short = ["--steps", "2", "--checkpoint", "state", "-o", "b.json"];
+    run(&place, &short).expect(0);
+    let there = || place.names_in("state");
+    let of_second = there();
+    send(&first, Signal::CONT);
+    let lost = "another run writes its checkpoints there since";
+    (0..3).for_each(|_| hears(&heard, lost));
+    assert_eq!(there(), of_second);
+    send(&first, Signal::INT);
+    hears(&heard, "these were written: ");
+    assert_eq!(first.wait().unwrap().code(), Some(6));
+    assert_eq!(there(), of_second);
+    assert!(place.exists("a.json"));
 }
 
 /// Whoever can write to the folder of checkpoints decides what a run goes on from.

@@ -796,53 +796,65 @@ fn two_processes_that_are_killed_at_once_end_the_run() {
     wait_for_none(&place, "two.json");
 }
 
-/// Nobody here is told how processes end that a launcher started: their connections end.
+/// Nobody here is told how processes end that a launcher started: their connections end. Those that end
+/// as they miss process 0 say so, and are not taken for lost.
 #[test]
 fn launched_processes_that_are_killed_at_once_are_all_named() {
-    let place = Place::new();
-    let compile = ["compile", "config.json", "--cluster", "cpu-default"];
-    let pins = ["--ranks", "5", "--global-batch", "10", "--pin", "data=5"];
-    place.run(&[&compile[..], &pins].concat()).expect(0);
-    let args = [
-        "--steps",
-        "100000000",
-        "--record",
-        "records",
-        "-o",
-        "launched.json",
-    ];
-    let mut started = ["0", "1", "2", "3", "4"].map(|rank| {
-        command(&place, &[&RUN[..], &args].concat())
-            .envs([
-                ("RANK", rank),
-                ("WORLD_SIZE", "5"),
-                ("LOCAL_WORLD_SIZE", "5"),
-            ])
-            .envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29527")])
-            .env("TMPDIR", place.path("."))
-            .env_remove("XDG_RUNTIME_DIR")
-            .begin()
-            .unwrap()
-    });
-    let victims = [1, 3, 4].map(|rank| process_of(&place, rank).to_string());
-    let killed = Command::new("kill").arg("-9").args(&victims).status();
-    assert!(killed.unwrap().success());
-    for process in [1, 3, 4] {
-        started[process].wait().unwrap();
+    for victims in [&[1, 3, 4][..], &[0, 2], &[0, 1, 4]] {
+        let place = Place::new();
+        let compile = ["compile", "config.json", "--cluster", "cpu-default"];
+        let pins = ["--ranks", "5", "--global-batch", "10", "--pin", "data=5"];
+        place.run(&[&compile[..], &pins].concat()).expect(0);
+        let long = ["--steps", "100000000", "--record", "records"];
+        let args = [&RUN[..], &long, &["-o", "launched.json"]].concat();
+        let mut started = ["0", "1", "2", "3", "4"].map(|rank| {
+            command(&place, &args)
+                .envs([
+                    ("RANK", rank),
+                    ("WORLD_SIZE", "5"),
+                    ("LOCAL_WORLD_SIZE", "5"),
+                ])
+                .envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29527")])
+                .env("TMPDIR", place.path("."))
+                .env_remove("XDG_RUNTIME_DIR")
+                .begin()
+                .unwrap()
+        });
+        let ids = victims.iter().map(|rank| process_of(&place, *rank));
+        let ids: Vec<String> = ids.map(|id| id.to_string()).collect();
+        let killed = Command::new("kill").arg("-9").args(&ids).status();
+        assert!(killed.unwrap().success());
+        for victim in victims {
+            started[*victim as usize].wait().unwrap();
+        }
+        let name = |rank: &u32| rank.to_string();
+        let lost: Vec<String> = victims.iter().map(name).collect();
+        for (rank, process) in (0..).zip(started) {
+            if victims.contains(&rank) {
+                continue;
+            }
+            let words = said(&process.wait_with_output().unwrap());
+            if !victims.contains(&0) && rank != 0 {
+                // It has lost nobody's process: process 0 has ended the run.
+                let ended = "process 0 has ended the run";
+                assert!(words.contains(ended), "{words}");
+                continue;
+            }
+            let is_named = |rank: &u32| words.contains(&format!("rank{rank} is lost: process "));
+            let named: Vec<u32> = (0..5).filter(is_named).collect();
+            assert_eq!(named.len(), 1, "{words}");
+            let too = words.split(". ").filter_map(|s| s.split_once(" lost, too"));
+            let too = too.flat_map(|(who, _)| who.split([' ', ',']));
+            let too = too.filter_map(|word| word.strip_prefix("rank")?.parse().ok());
+            let mut accused: Vec<u32> = named.into_iter().chain(too).collect();
+            accused.sort_unstable();
+            assert_eq!(accused, victims, "{words}");
+            let found: Value = serde_json::from_slice(&place.read("records/verdict.json")).unwrap();
+            let found = found["found"].as_object().unwrap();
+            assert_eq!(found.keys().cloned().collect::<Vec<_>>(), lost, "{words}");
+        }
+        wait_for_none(&place, "launched.json");
     }
-    let [first, _, third, ..] = started;
-    let words = said(&first.wait_with_output().unwrap());
-    let named = [1, 3, 4].map(|rank| words.contains(&format!("rank{rank} is lost: process ")));
-    assert_eq!(named.into_iter().filter(|is| *is).count(), 1, "{words}");
-    assert!(words.contains(" lost, too"), "{words}");
-    let found: Value = serde_json::from_slice(&place.read("records/verdict.json")).unwrap();
-    let found = found["found"].as_object().unwrap();
-    let ranks: Vec<&str> = found.keys().map(String::as_str).collect();
-    assert_eq!(ranks, ["1", "3", "4"], "{words}");
-    // The one that is left has lost nobody's process: process 0 has ended the run.
-    let words = said(&third.wait_with_output().unwrap());
-    assert!(words.contains("process 0 has ended the run"), "{words}");
-    wait_for_none(&place, "launched.json");
 }
 
 /// Processes that a signal has stopped cannot end by themselves: those that are left name them and see
@@ -901,12 +913,10 @@ fn stopped_processes_are_named_and_nobody_is_left() {
             words.contains(&format!("rank{} is lost", stopped[0])),
             "{words}"
         );
-        if stopped[0] != 0 {
-            let found = serde_json::from_slice::<Value>(&place.read("records/verdict.json"));
-            let found = found.unwrap()["found"].as_object().unwrap().clone();
-            let ranks: Vec<&str> = found.keys().map(String::as_str).collect();
-            assert_eq!(ranks, ["2", "3"], "{words}");
-        }
+        let found = serde_json::from_slice::<Value>(&place.read("records/verdict.json"));
+        let found = found.unwrap()["found"].as_object().unwrap().clone();
+        let ranks: Vec<&str> = found.keys().map(String::as_str).collect();
+        assert_eq!(ranks, stopped.map(|rank| rank.to_string()), "{words}");
     }
 }
 

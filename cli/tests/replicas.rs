@@ -160,7 +160,7 @@ fn a_bit_that_turns_in_the_memory_of_a_process_ends_the_run() {
     assert!(!place.exists("two.json"), "{words}");
 }
 
-/// Nothing is written that was not compared right before, however seldom a run compares otherwise,
+/// No checkpoint gets its name before its states were compared, however seldom a run compares otherwise,
 /// and whatever it does between: it goes on from a checkpoint without that bit.
 #[test]
 fn no_checkpoint_has_a_bit_that_a_comparison_finds() {

@@ -209,6 +209,16 @@ pub enum RuntimeError {
         /// Why.
         problem: String,
     },
+    /// A folder of checkpoints is another run's by now.
+    #[error(
+        "{}: somebody has removed the folder while this run went on, and another run writes its \
+         checkpoints there since: this one writes none there any more",
+        path.display()
+    )]
+    Taken {
+        /// The folder.
+        path: PathBuf,
+    },
     /// None of several checkpoints is whole.
     #[error("{}: none of its {} checkpoints is whole, newest first:{}", path.display(), problems.len(), listed(problems))]
     NoneWhole {

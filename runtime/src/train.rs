@@ -1,6 +1,6 @@
 //! The loop of a run: steps of training, or of inference.
 
-use crate::checkpoint::{self, Background, Checkpoint, Ended, Rescued, Unrescued};
+use crate::checkpoint::{Background, Checkpoint, Ended, Guard, Rescued, Saving, Unrescued};
 use crate::data::{Batches, DataError, Dataset};
 use crate::device::{Backend, cuda};
 use crate::error::RuntimeError;
@@ -46,7 +46,7 @@ pub struct TrainOptions<'a> {
     /// Checkpoints to write on the way.
     pub checkpoints: Option<Periodic<'a>>,
     /// Compare the states of ranks that keep the same ones after every so many steps, after the last
-    /// one, and before each checkpoint: none holds what a comparison would find.
+    /// one, and with each checkpoint: none holds what a comparison would find.
     pub check_replicas: Option<u64>,
     /// Once true, no further step begins, and no batch of a validation: the run ends as if it had been
     /// asked for the steps done by then, but for a last validation.
@@ -70,6 +70,22 @@ pub struct Periodic<'a> {
     pub waits: bool,
     /// Whether the ranks that are left when others are lost write one of what they have in memory.
     pub rescues: bool,
+    /// Who says whether the folder may be written to; nobody where it is nobody else's.
+    pub guard: Option<Guard<'a>>,
+}
+
+impl<'a> Periodic<'a> {
+    /// How one of them is saved.
+    fn saving(&self, options: &TrainOptions<'a>) -> Saving<'a> {
+        Saving {
+            folder: self.folder,
+            kept: self.kept,
+            plan: options.plan_hash,
+            model: self.model,
+            compares: options.check_replicas.is_some(),
+            guard: self.guard,
+        }
+    }
 }
 
 /// The reports of `train` while it runs.
@@ -199,8 +215,7 @@ pub fn train(
     }
     let periodic = options.checkpoints.filter(|p| p.rescues);
     if let (Err(RuntimeError::Gone { .. }), Some(p)) = (&made, periodic) {
-        let of = (options.plan_hash, p.model);
-        let rescued = checkpoint::rescue(p.kept, p.folder, &mut session, of, compares);
+        let rescued = p.saving(options).rescue(&mut session);
         on_progress(Progress::Rescued(rescued));
     }
     made?;
@@ -282,7 +297,7 @@ fn steps(
         }
         let done = session.step_number();
         let is_due = |n: u64| n > 0 && done.is_multiple_of(n);
-        // What is written is compared right before, as much may happen until then.
+        // What is written is compared with that, as much may happen until then.
         let is_saved = options.checkpoints.is_some_and(|p| is_due(p.every));
         let is_compared = options.check_replicas.is_some_and(is_due);
         if is_compared && !is_saved && i + 1 < options.steps {
@@ -351,14 +366,7 @@ fn save(
     (session, background): (&mut Session, &mut Background),
     on_progress: &mut dyn FnMut(Progress),
 ) -> Result<(), RuntimeError> {
-    let plan = options.plan_hash;
-    let Periodic {
-        folder,
-        kept,
-        model,
-        waits,
-        ..
-    } = periodic;
+    let of = periodic.saving(options);
     let step = session.step_number();
     if background.is_busy() {
         let since = Instant::now();
@@ -368,16 +376,25 @@ fn save(
             on_progress(Progress::Held { step, seconds });
         }
     }
-    if options.check_replicas.is_some() {
-        compare((session, background), on_progress)?;
-    }
-    let path = match waits {
-        true => checkpoint::save_keeping(kept, folder, session, plan, model),
-        false => match background.begin(kept, folder, session, (plan, model)) {
+    let path = match periodic.waits {
+        true => of.save(session),
+        false => match background.begin(&of, session) {
             Ok(()) => return Ok(()),
             Err(e) => Err(e),
         },
     };
+    match &path {
+        Err(RuntimeError::Replicas { .. }) => {
+            return path
+                .map(|_| ())
+                .map_err(|e| end_for(e, (session, background), on_progress));
+        }
+        // It may not have come to that.
+        Err(_) if of.compares && !session.has_ended() => {
+            compare((session, background), on_progress)?
+        }
+        _ => {}
+    }
     settle(Some(Ended { step, path }), session, on_progress)
 }
 

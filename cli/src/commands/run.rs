@@ -40,9 +40,10 @@ use ir::training::{StateRole, TrainingGraph};
 use ir::{Bytes, OpKind, Rank, Task};
 use journal::{Journal, Standing};
 use leaps::Leaps;
+use lock::Keeping;
 use orphan::Launcher;
 use runtime::RuntimeError;
-use runtime::checkpoint::{Checkpoint, Found, Leaving, save_keeping};
+use runtime::checkpoint::{Checkpoint, Found, Guard, Leaving, Saving};
 use runtime::data::{DataOptions, Dataset, Seen};
 use runtime::device::cuda::{Matmuls, Multiplier};
 use runtime::device::{Backend, cuda};
@@ -202,13 +203,16 @@ fn run_as(
         .for_each(|p| launcher.knows(p, &interrupts));
     let mut so_far = SoFar::begin(args, first);
     so_far.resumed = resume.as_ref().map(|c| c.path().to_path_buf());
+    let folder = args.checkpoint.as_deref();
+    let keeping = folder.map(|f| Keeping::begin(f, &interrupts, so_far.journal.clone()));
+    let look = || keeping.as_ref().map_or(Ok(()), Keeping::keep);
     let trained = train_all(
         args,
         &loaded,
         (&dataset, schedule),
         (weights.as_ref(), resume),
         (processes, &chosen),
-        (&mut so_far, &interrupts),
+        (&mut so_far, &interrupts, Guard(&look)),
     );
     let trained = match trained {
         Ok(trained) => trained,
@@ -321,15 +325,19 @@ fn run_as(
     };
     if let Some(folder) = args.checkpoint.as_ref().filter(|_| !is_end) {
         let graph = &loaded.plan.graph;
-        let kept = usize::from(args.checkpoints_kept);
-        let saved = save_keeping(kept, folder, &mut session, &loaded.hash, graph);
+        let of = Saving {
+            folder,
+            kept: usize::from(args.checkpoints_kept),
+            plan: &loaded.hash,
+            model: graph,
+            compares: args.check_replicas.is_some(),
+            guard: Some(Guard(&look)),
+        };
+        let saved = of.save(&mut session);
         let saved = match (saved.map_err(|e| explain(e, company.as_ref())), company) {
             // What is left to do has still to be done.
             (Err((RuntimeError::Gone { .. }, lost)), Some(there)) if goes_on(args, setting) => {
-                let of = (&*loaded.hash, &**graph);
-                let compares = args.check_replicas.is_some();
-                let rescued = runtime::checkpoint::rescue(kept, folder, &mut session, of, compares);
-                so_far.rescued = Some(rescued);
+                so_far.rescued = Some(of.rescue(&mut session));
                 drop(session);
                 if let Err(failure) = write_measurement() {
                     crate::say(format_args!("warning: {failure}"));
@@ -341,8 +349,10 @@ fn run_as(
                 saved
             }
         };
-        if args.elastic {
-            interrupts.making(|made| so_far.keep_journal(folder, made));
+        if let Err((e @ RuntimeError::Replicas { .. }, words)) = saved {
+            // Nothing that they have is to be had.
+            session.fail(&e.to_string());
+            return Err(failure_of(e, words, &so_far));
         }
         let path = saved.as_deref().unwrap_or(folder);
         let what = format!("{} has the training state", path.display());
@@ -458,7 +468,7 @@ fn serve(
         let what = "a process with a number above 0 is not alone";
         return Err(Failure::new(Exit::Internal, what));
     };
-    let processes = company.processes;
+    let processes = Arc::clone(&company.processes);
     let args = &RunArgs {
         record: folder::of_first(args, &processes),
         ..args.clone()
@@ -502,7 +512,10 @@ fn serve(
     let served = runtime::processes::serve(&loaded.program, spec, options);
     match &served {
         Ok(_) => unasked.into_iter().for_each(Unasked::end),
-        Err(e) => records::without_first((args.record.as_deref(), &loaded.hash), e),
+        Err(e) => {
+            let place = (args.record.as_deref(), &*loaded.hash);
+            records::without_first(place, (e, &company));
+        }
     }
     // Without process 0 nobody else says where it was.
     let served = served.map_err(|e| match &e {
@@ -512,7 +525,7 @@ fn serve(
             is_silent,
             ..
         } => {
-            let words = records::told(args, loaded, &e);
+            let words = records::told(args, loaded, (&e, Some(&company)));
             // One that a signal has stopped would keep whoever waits for it waiting for good.
             if *is_silent && processes.is_here(0) {
                 children::put_down_of_others(*pid);
@@ -1194,7 +1207,7 @@ fn train_all(
     (dataset, schedule): (&Arc<Dataset>, &LrSchedule),
     (weights, resume): (Option<&Weights>, Option<Arc<Checkpoint>>),
     (processes, chosen): (Option<Arc<Processes>>, &Chosen),
-    (so_far, interrupts): (&mut SoFar, &Interrupts),
+    (so_far, interrupts, guard): (&mut SoFar, &Interrupts, Guard<'_>),
 ) -> Result<Result<Trained, RuntimeError>, Failure> {
     let plan = &loaded.plan;
     let stop = interrupts.end_with("ending after this step and writing what there is");
@@ -1203,6 +1216,7 @@ fn train_all(
     let periodic = folder
         .zip(args.checkpoint_every)
         .map(|(folder, every)| Periodic {
+            guard: Some(guard),
             folder,
             every,
             kept: usize::from(args.checkpoints_kept),
@@ -1306,9 +1320,6 @@ fn train_all(
             bar.println(words);
         }
         Progress::Checkpoint { step, path } => {
-            if let Some(folder) = args.checkpoint.as_ref().filter(|_| args.elastic) {
-                bar.suspend(|| interrupts.making(|made| so_far.keep_journal(folder, made)));
-            }
             let words = format!("step {step}: {} has the training state", path.display());
             watch.line(format_args!("{words}"));
             bar.println(words);

@@ -12,11 +12,11 @@
 
 use super::retention::make_room;
 use super::shard::Shard;
-use super::{Origin, Whole, commit, problem};
+use super::{Origin, Saving, Whole, commit};
 use crate::error::RuntimeError;
 use crate::execute::Session;
 use crate::files::Unfinished;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::thread::JoinHandle;
 
 /// A checkpoint on its way, where there is one.
@@ -58,26 +58,29 @@ impl Background {
         !matches!(self.0, Stage::Idle)
     }
 
-    /// Begins a checkpoint in `folder`, of which the newest `kept` stay. None may be on its way.
+    /// Begins a checkpoint. None may be on its way.
     ///
-    /// Fails when the folder cannot be written to, and when the ranks cannot go on.
-    pub fn begin(
-        &mut self,
-        kept: usize,
-        folder: &Path,
-        session: &mut Session,
-        (plan, model): (&str, &str),
-    ) -> Result<(), RuntimeError> {
-        let error = |e: std::io::Error| problem(folder, format!("cannot write a checkpoint: {e}"));
-        let unfinished = Unfinished::folder(folder).map_err(error).inspect_err(|e| {
-            make_room(folder, kept, &session.whole(), e);
+    /// Fails when the folder cannot be written to, when states differ that should not, and when the
+    /// ranks cannot go on.
+    pub fn begin(&mut self, of: &Saving<'_>, session: &mut Session) -> Result<(), RuntimeError> {
+        let unfinished = of.unfinished().inspect_err(|e| {
+            make_room(of.folder, of.kept, &session.whole(), e);
         })?;
         session.begin_shards(unfinished.path())?;
+        let compared = match of.compares {
+            true => session.check_replicas(),
+            false => Ok(()),
+        };
+        if let Err(e) = compared {
+            // Ranks that can still be asked write to its folder no more when that goes.
+            let _ = session.end_shards();
+            return Err(e);
+        }
         self.0 = Stage::Writing(Box::new(Begun {
-            folder: folder.to_path_buf(),
-            kept,
+            folder: of.folder.to_path_buf(),
+            kept: of.kept,
             unfinished,
-            origin: Origin::of(session, plan, model),
+            origin: Origin::of(session, of.plan, of.model),
             whole: session.whole(),
         }));
         Ok(())

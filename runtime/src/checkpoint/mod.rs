@@ -118,38 +118,128 @@ pub fn save(
     plan: &str,
     model: &str,
 ) -> Result<PathBuf, RuntimeError> {
-    save_keeping(KEPT, folder, session, plan, model)
+    let of = Saving {
+        folder,
+        kept: KEPT,
+        plan,
+        model,
+        compares: false,
+        guard: None,
+    };
+    of.save(session)
 }
 
-/// The same, of which the newest `kept` stay, at least one.
-pub fn save_keeping(
-    kept: usize,
-    folder: &Path,
-    session: &mut Session,
-    plan: &str,
-    model: &str,
-) -> Result<PathBuf, RuntimeError> {
-    match save_once(kept, folder, session, (plan, model)) {
-        // Its files are gone again, and so may be those of older ones that nobody needs.
-        Err(e) if make_room(folder, kept, &session.whole(), &e) => {
-            save_once(kept, folder, session, (plan, model))
-        }
-        saved => saved,
+/// Saves states of plan 0 to a folder.
+#[cfg(test)]
+pub(crate) fn saving(folder: &Path, compares: bool) -> Saving<'_> {
+    Saving {
+        folder,
+        kept: KEPT,
+        plan: "0",
+        model: "",
+        compares,
+        guard: None,
     }
 }
 
-fn save_once(
-    kept: usize,
-    folder: &Path,
-    session: &mut Session,
-    (plan, model): (&str, &str),
-) -> Result<PathBuf, RuntimeError> {
-    let error = |e: std::io::Error| problem(folder, format!("cannot write a checkpoint: {e}"));
-    let unfinished = Unfinished::folder(folder).map_err(error)?;
-    let shards = session.write_shards(unfinished.path())?;
-    let origin = Origin::of(session, plan, model);
-    let keeping = (kept, &session.whole());
-    commit(folder, keeping, &unfinished, origin, shards)
+/// Looks whether a folder of checkpoints is its run's own still, right before something is written
+/// there. Fails where it is not.
+#[derive(Clone, Copy)]
+pub struct Guard<'a>(pub &'a dyn Fn() -> Result<(), RuntimeError>);
+
+impl std::fmt::Debug for Guard<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Guard")
+    }
+}
+
+/// How a session's states are saved, and where.
+#[derive(Clone, Copy, Debug)]
+pub struct Saving<'a> {
+    /// The folder of checkpoints.
+    pub folder: &'a Path,
+    /// How many of the newest ones stay there, at least one.
+    pub kept: usize,
+    /// The fingerprint of the plan.
+    pub plan: &'a str,
+    /// The text of the plan's forward graph.
+    pub model: &'a str,
+    /// Whether ranks that keep the same states have to have the same bits of them. They are
+    /// compared between writing, or copying, and the checkpoint's getting its name: none has a bit
+    /// that turned in a memory before and that a comparison finds.
+    pub compares: bool,
+    /// Who says whether the folder may be written to; nobody where it is nobody else's.
+    pub guard: Option<Guard<'a>>,
+}
+
+impl Saving<'_> {
+    /// Writes a checkpoint and returns its path.
+    ///
+    /// Fails as [`save`] does, and where states differ that should not.
+    pub fn save(&self, session: &mut Session) -> Result<PathBuf, RuntimeError> {
+        match self.save_once(session) {
+            // Its files are gone again, and so may be those of older ones that nobody needs.
+            Err(e) if make_room(self.folder, self.kept, &session.whole(), &e) => {
+                self.save_once(session)
+            }
+            saved => saved,
+        }
+    }
+
+    fn save_once(&self, session: &mut Session) -> Result<PathBuf, RuntimeError> {
+        let unfinished = self.unfinished()?;
+        let shards = session.write_shards(unfinished.path())?;
+        if self.compares {
+            session.check_replicas()?;
+        }
+        let origin = Origin::of(session, self.plan, self.model);
+        let keeping = (self.kept, &session.whole());
+        commit(self.folder, keeping, &unfinished, origin, shards)
+    }
+
+    /// Writes a checkpoint of a run that has failed as ranks were lost, where those that are left
+    /// have all states, of one step. As with any checkpoint each rank reads again what it has
+    /// written, and the older ones go first where the disk has no room for it.
+    ///
+    /// Fails with the reason: then everything is as before, but for those.
+    pub fn rescue(&self, session: &mut Session) -> Result<Rescued, Unrescued> {
+        match self.rescue_once(session) {
+            Err(Unrescued::Unwritten(e))
+                if make_room(self.folder, self.kept, &session.whole(), &e) =>
+            {
+                self.rescue_once(session)
+            }
+            rescued => rescued,
+        }
+    }
+
+    fn rescue_once(&self, session: &mut Session) -> Result<Rescued, Unrescued> {
+        let left = session.left().map_err(Unrescued::Missing)?;
+        let unfinished = self.unfinished().map_err(Unrescued::Unwritten)?;
+        let shards = session.write_left(&left, unfinished.path())?;
+        if self.compares {
+            session.compare_left(&left)?;
+        }
+        session.set_step_number(left.step);
+        let origin = Origin::of(session, self.plan, self.model);
+        let keeping = (self.kept, &session.whole());
+        let path = commit(self.folder, keeping, &unfinished, origin, shards);
+        let path = path.map_err(Unrescued::Unwritten)?;
+        Ok(Rescued {
+            step: left.step,
+            path,
+        })
+    }
+
+    /// A folder for its files until they are all there.
+    fn unfinished(&self) -> Result<Unfinished, RuntimeError> {
+        if let Some(Guard(look)) = self.guard {
+            look()?;
+        }
+        let unfinished = Unfinished::folder(self.folder);
+        let what = |e: std::io::Error| format!("cannot write a checkpoint: {e}");
+        unfinished.map_err(|e| problem(self.folder, what(e)))
+    }
 }
 
 /// A checkpoint of a run that has lost ranks, of what those that are left hold in memory.
@@ -170,51 +260,6 @@ pub enum Unrescued {
     Differing(RuntimeError),
     /// They have, and these could not be written.
     Unwritten(RuntimeError),
-}
-
-/// Writes a checkpoint of a run that has failed as ranks were lost, where those that are left have
-/// all states, of one step. As with any checkpoint each rank reads again what it has written, and
-/// the older ones go first where the disk has no room for it. Where `compares`, those that keep the
-/// same states have to have the same bits of them, too.
-///
-/// Fails with the reason: then everything is as before, but for those.
-pub fn rescue(
-    kept: usize,
-    folder: &Path,
-    session: &mut Session,
-    of: (&str, &str),
-    compares: bool,
-) -> Result<Rescued, Unrescued> {
-    match rescue_once(kept, folder, session, of, compares) {
-        Err(Unrescued::Unwritten(e)) if make_room(folder, kept, &session.whole(), &e) => {
-            rescue_once(kept, folder, session, of, compares)
-        }
-        rescued => rescued,
-    }
-}
-
-fn rescue_once(
-    kept: usize,
-    folder: &Path,
-    session: &mut Session,
-    (plan, model): (&str, &str),
-    compares: bool,
-) -> Result<Rescued, Unrescued> {
-    let error = |e: std::io::Error| problem(folder, format!("cannot write a checkpoint: {e}"));
-    let left = session.left().map_err(Unrescued::Missing)?;
-    if compares {
-        session.compare_left(&left)?;
-    }
-    let unfinished = Unfinished::folder(folder).map_err(error);
-    let unfinished = unfinished.map_err(Unrescued::Unwritten)?;
-    let step = left.step;
-    let shards = session.write_left(left, unfinished.path())?;
-    session.set_step_number(step);
-    let origin = Origin::of(session, plan, model);
-    let keeping = (kept, &session.whole());
-    let path = commit(folder, keeping, &unfinished, origin, shards);
-    let path = path.map_err(Unrescued::Unwritten)?;
-    Ok(Rescued { step, path })
 }
 
 /// Makes a checkpoint of files as [`commit`] does, and reads it again to see that it is whole: no

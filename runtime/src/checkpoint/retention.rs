@@ -71,9 +71,11 @@ pub fn step_of(path: &Path) -> Option<u64> {
 /// not enough, those of later steps go, too, the furthest last. The newest whole one stays. Whether
 /// any did go.
 pub(super) fn make_room(folder: &Path, kept: usize, whole: &Whole, error: &RuntimeError) -> bool {
+    if !error.is_of_files() || kept == usize::MAX {
+        return false;
+    }
     let before = numbered(folder);
-    let newest = before.iter().rev().find(|(_, path)| whole.has(path));
-    let Some((_, newest)) = newest.filter(|_| error.is_of_files() && kept != usize::MAX) else {
+    let Some((_, newest)) = before.iter().rev().find(|(_, path)| whole.has(path)) else {
         return false;
     };
     let needed = bytes_of(newest);

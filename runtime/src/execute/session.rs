@@ -565,7 +565,7 @@ impl Session {
         self.workers.iter_mut().for_each(|w| w.is_interrupted());
     }
     /// Ends the run with an error.
-    pub(crate) fn fail(&mut self, error: &str) {
+    pub fn fail(&mut self, error: &str) {
         self.ended.get_or_insert_with(|| error.into());
         self.workers.iter_mut().for_each(|w| w.fail(error));
     }

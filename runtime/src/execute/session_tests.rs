@@ -2,7 +2,7 @@
 
 use super::naive::lower;
 use super::{Session, SessionOptions, StateRequest, States, StepResult};
-use crate::checkpoint::Unrescued;
+use crate::checkpoint::{Background, Unrescued, saving};
 use crate::device::Backend;
 use crate::error::RuntimeError;
 use crate::execute::Local;
@@ -874,7 +874,7 @@ fn turned_bits_are_not_rescued() {
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path();
     let rescue = |session: &mut Session, compares| {
-        let made = crate::checkpoint::rescue(2, folder, session, ("0", ""), compares);
+        let made = saving(folder, compares).rescue(session);
         (made, crate::checkpoint::numbered(folder).len())
     };
     let (made, there) = rescue(&mut session, true);
@@ -889,6 +889,35 @@ fn turned_bits_are_not_rescued() {
     // Nobody asked.
     let (made, there) = rescue(&mut session, false);
     assert_eq!((made.unwrap().step, there), (1, 2));
+}
+
+/// A bit that turns before states are written, or copied, is in no checkpoint: ranks compare what they
+/// have after that, and the checkpoint gets its name last.
+#[test]
+fn turned_bits_are_not_saved() {
+    let (case, program) = replicated();
+    let initial = |r: StateRequest<'_>| Ok(case.initial(r.path, r.role, r.lens));
+    let mut session = Session::new(&program, &case.spec, OPTIONS, initial).unwrap();
+    session.step(&case.batches[0], 0.1, false).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path();
+    let of = saving(folder, true);
+    let mut background = Background::default();
+    let n_there = || std::fs::read_dir(folder).unwrap().count();
+    of.save(&mut session).unwrap();
+    background.begin(&of, &mut session).unwrap();
+    background.wait(&mut session).unwrap().path.unwrap();
+    assert_eq!(n_there(), 2);
+    let state = kept_by_all(&program).unwrap();
+    session.turn_bit(Rank(1), state, 3).unwrap();
+    let is_found = |e: RuntimeError| matches!(&e, RuntimeError::Replicas { step: 1, odd, .. } if *odd == [Rank(1)]);
+    assert!(is_found(of.save(&mut session).unwrap_err()));
+    assert!(is_found(background.begin(&of, &mut session).unwrap_err()));
+    assert!(!background.is_busy());
+    assert_eq!(n_there(), 2);
+    // The session can still go on.
+    session.turn_bit(Rank(1), state, 3).unwrap();
+    of.save(&mut session).unwrap();
 }
 
 /// The step at which a norm is no number changes no state, and playing it again finds where that

@@ -264,7 +264,8 @@ impl World {
             | Head::Answer { .. }
             | Head::Over { .. }
             | Head::Alive
-            | Head::ToEnd(_) => {}
+            | Head::ToEnd(_)
+            | Head::Farewell => {}
         }
     }
     fn contribution(

@@ -100,6 +100,8 @@ pub(crate) enum Head {
     Alive,
     /// The coordinator is to end the run in order.
     ToEnd(Reason),
+    /// The process ends by itself, and is not lost.
+    Farewell,
 }
 
 /// The reason for which a process asks the coordinator to end the run.

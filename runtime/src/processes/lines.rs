@@ -23,6 +23,8 @@ use std::time::{Duration, Instant};
 const READ_AHEAD: usize = 1 << 16;
 /// Longest that the end of a run waits for the other processes to take what is still on its way.
 const FAREWELL: Duration = Duration::from_secs(5);
+/// The same where process 0 is lost: others may not listen either.
+const TO_LEAVE: Duration = Duration::from_millis(200);
 /// Longest that is waited for word of how a process ended.
 const OBITUARY: Duration = Duration::from_millis(300);
 /// The ends of others that were killed with a process are heard close to that of it, unless they have
@@ -132,7 +134,9 @@ struct Desk {
     over: Mutex<BTreeMap<usize, bool>>,
     /// When something last came from them.
     heard: Mutex<BTreeMap<usize, Instant>>,
-    /// Those whose connections had ended shortly after the first one was missed.
+    /// Those that said that they end by themselves.
+    farewells: Mutex<BTreeSet<usize>>,
+    /// Those that were lost shortly after the first one was missed.
     missed: Mutex<Option<Vec<usize>>>,
 }
 
@@ -398,16 +402,45 @@ impl Processes {
         while !lock(&self.desk.fates).contains_key(&process) && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(10));
         }
-        // Process 0 hears the ends of all ranks that it asked one after the other.
-        if self.place.index == 0 && lock(&self.desk.missed).is_none() {
-            self.await_ends();
-            let over = self.over();
-            lock(&self.desk.missed).get_or_insert(over);
-        }
+        self.miss();
         self.lost((process, rank), self.fate(process), false)
     }
+    /// Notes who is lost, the first time that somebody is missed: those whose ends are heard then and
+    /// who did not say that they end by themselves, as those do that miss others.
+    pub(crate) fn miss(&self) {
+        // Process 0 hears the ends of all ranks that it asked one after the other.
+        if lock(&self.desk.missed).is_none() {
+            self.await_ends();
+            let mut over = self.over();
+            let farewells = lock(&self.desk.farewells);
+            over.retain(|process| !farewells.contains(process));
+            lock(&self.desk.missed).get_or_insert(over);
+        }
+    }
+    /// Tells the others that this process ends by itself, as it has lost process 0, and nothing more
+    /// after that.
+    pub(crate) fn take_leave(&self) {
+        self.bid_farewell();
+        self.write_out(TO_LEAVE);
+    }
+    fn bid_farewell(&self) {
+        for to in (0..self.place.of).filter(|p| *p != self.place.index) {
+            let (head, body) = (Head::Farewell, None);
+            self.lines.send(to, Letter { head, body });
+        }
+    }
+    /// Writes what is still to be sent, and nothing after it. One who does not listen any more holds
+    /// nobody up for longer than this. Says whether all was written.
+    fn write_out(&self, longest: Duration) -> bool {
+        self.lines.close();
+        let until = Instant::now() + longest;
+        let mut writers = lock(&self.writers);
+        wait_for(&writers, until);
+        writers.retain(|w| !w.is_finished());
+        writers.is_empty()
+    }
     /// Waits until the ends of processes that ended together are heard.
-    pub(crate) fn await_ends(&self) {
+    fn await_ends(&self) {
         let until = Instant::now() + NEWS;
         let (mut heard, mut since) = (self.over().len(), Instant::now());
         while since.elapsed() < QUIET && Instant::now() < until {
@@ -424,7 +457,7 @@ impl Processes {
         let how = told.or_else(|| lock(&self.desk.breaks).get(&process).cloned());
         how.unwrap_or_else(|| "its connection ended".into())
     }
-    /// The processes that were gone when the first one was missed, and how they ended.
+    /// The processes that were lost when the first one was missed, and how they ended.
     pub fn missed(&self) -> BTreeMap<usize, String> {
         let missed = lock(&self.desk.missed).clone().unwrap_or_default();
         missed.into_iter().map(|p| (p, self.fate(p))).collect()
@@ -475,23 +508,21 @@ impl Drop for Processes {
     fn drop(&mut self) {
         *lock(&self.desk.closed) = true;
         self.desk.changed.notify_all();
-        self.lines.close();
-        // One who does not listen any more holds nobody up for longer than this.
+        self.bid_farewell();
         let until = Instant::now() + FAREWELL;
-        let writers: Vec<_> = lock(&self.writers).drain(..).collect();
-        let behind: Vec<_> = lock(&self.behind).drain(..).collect();
-        let wait = |threads: &[JoinHandle<()>]| {
-            while threads.iter().any(|t| !t.is_finished()) && Instant::now() < until {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-        };
-        wait(&writers);
+        let are_written = self.write_out(FAREWELL);
         self.connections.iter().for_each(|c| c.close());
-        wait(&behind);
-        self.has_left.store(
-            writers.iter().chain(&behind).all(JoinHandle::is_finished),
-            Ordering::Relaxed,
-        );
+        let behind = lock(&self.behind);
+        wait_for(&behind, until);
+        let has_left = are_written && behind.iter().all(JoinHandle::is_finished);
+        self.has_left.store(has_left, Ordering::Relaxed);
+    }
+}
+
+/// Waits until threads have ended, but no longer than this.
+fn wait_for(threads: &[JoinHandle<()>], until: Instant) {
+    while threads.iter().any(|t| !t.is_finished()) && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(1));
     }
 }
 
@@ -521,6 +552,9 @@ fn read(desk: &Desk, process: usize, stream: Box<dyn Read + Send>) {
         match letter {
             Ok(Some((Head::ToEnd(reason), _))) => {
                 lock(&desk.to_end).get_or_insert((process, reason));
+            }
+            Ok(Some((Head::Farewell, _))) => {
+                lock(&desk.farewells).insert(process);
             }
             Ok(Some((head, block))) => take(&attached, head, block),
             Ok(None) => break (None, true),

@@ -96,8 +96,6 @@ pub fn serve(
             Origin::of_member(step, spec, seen, of)
         };
         let patience = watchdog.max(LAST_WORDS);
-        // Others may have ended with process 0, and their ends be heard a little later.
-        processes.await_ends();
         // One that a signal has stopped leaves nothing either.
         let over = processes.over().into_iter().chain(processes.lost_here());
         let over: BTreeSet<usize> = over.collect();
@@ -153,20 +151,26 @@ pub fn serve(
                 };
                 if failed.is_some_and(|f| f.elapsed() > longest) {
                     world.abort(first, "its process does not answer");
+                    processes.miss();
+                    processes.take_leave();
                     return Err(processes.silent(0, first));
                 }
                 looks = looks.map(|n| n + 1);
                 if looks.is_some_and(|n| LOOK * (n - 1) > watchdog) {
                     world.abort(first, "its process stands still");
+                    processes.miss();
                     leave_states();
+                    processes.take_leave();
                     return Err(processes.silent(0, first));
                 }
             }
             // Whoever waits for others must not wait for good.
             Err(RecvTimeoutError::Disconnected) => {
                 world.abort(first, "its process is gone");
+                let gone = processes.gone(0, first);
                 leave_states();
-                return Err(processes.gone(0, first));
+                processes.take_leave();
+                return Err(gone);
             }
         }
     }

@@ -1,7 +1,7 @@
 //! Tests of the loop of a run.
 
 use super::*;
-use crate::checkpoint::find;
+use crate::checkpoint::{self, find};
 use crate::data::DataOptions;
 use crate::execute::naive::lower;
 use crate::schedule::Decay;
@@ -421,10 +421,8 @@ fn ends(
     let mut session = Session::new(&program, &spec, options, initial).unwrap();
     session.train(0.01, false).unwrap();
     let mut background = Background::default();
-    let of = ("0", "");
-    background
-        .begin(checkpoint::KEPT, folder, &mut session, of)
-        .unwrap();
+    let of = checkpoint::saving(folder, false);
+    background.begin(&of, &mut session).unwrap();
     breaks(&mut session);
     let mut told = Vec::new();
     let ended = end_for(why, (&mut session, &mut background), &mut |p| told.push(p));

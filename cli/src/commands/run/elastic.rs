@@ -8,11 +8,10 @@
 
 use super::among::Company;
 use super::journal::{self, Journal, Part};
-use super::{keeper, left, lock};
+use super::{keeper, left};
 use crate::args::RunArgs;
 use crate::commands::again;
 use crate::failure::{Exit, Failure};
-use crate::interrupt::Made;
 use crate::plan_file::Loaded;
 use crate::report::degrees::Degrees;
 use crate::{document, files, outputs, report};
@@ -127,7 +126,7 @@ pub struct SoFar {
     /// Whether somebody has asked the run to end.
     pub is_asked_to_end: Arc<AtomicBool>,
     /// The run's journal, by which the same command goes on with it.
-    journal: Option<Journal>,
+    pub journal: Option<Journal>,
 }
 
 impl SoFar {
@@ -146,24 +145,6 @@ impl SoFar {
             journal: folder
                 .filter(|_| args.elastic)
                 .and_then(|folder| Journal::read(folder).ok()?),
-        }
-    }
-    /// Writes the run's journal once more where somebody has removed its folder, into which checkpoints
-    /// are written again, and the lock has gone with it: unless another run has that folder now.
-    pub fn keep_journal(&self, folder: &Path, made: &mut Vec<Made>) {
-        let Some(journal) = self.journal.as_ref().filter(|_| !journal::is_in(folder)) else {
-            return;
-        };
-        let written = match lock::again(folder, made) {
-            true => journal.write(folder),
-            false => return,
-        };
-        match written {
-            Ok(()) => crate::say(format_args!(
-                "warning: {} was emptied or removed while the run went on; what the same command needs to go on with the run is written there again",
-                folder.display()
-            )),
-            Err(failure) => crate::say(format_args!("warning: {failure}")),
         }
     }
     /// The same in a process that leaves it to process 0 to read what the run goes on from; none

@@ -522,7 +522,10 @@ pub fn change(args: &RunArgs, change: impl FnOnce(&mut Journal)) {
     let Some(folder) = args.checkpoint.as_deref().filter(|_| args.elastic) else {
         return;
     };
+    // Another run may have begun there.
+    let is_other = |j: &Journal| args.run.as_ref().is_some_and(|run| *run != j.run);
     let changed = Journal::read(folder).and_then(|found| match found {
+        Some(journal) if is_other(&journal) => Ok(()),
         Some(mut journal) => {
             change(&mut journal);
             journal.write(folder)

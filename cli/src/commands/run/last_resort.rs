@@ -101,7 +101,7 @@ pub fn words(
         let (error, words) = match known {
             Some(fate) => {
                 let error = as_found(error, fate);
-                let words = super::records::told(&args, &loaded, &error);
+                let words = super::records::told(&args, &loaded, (&error, None));
                 (error, words)
             }
             None => {

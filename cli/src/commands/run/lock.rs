@@ -2,10 +2,13 @@
 //! remove what the other one needs.
 
 use super::among::Setting;
+use super::journal::{self, Journal};
 use crate::args::RunArgs;
 use crate::failure::{Exit, Failure};
 use crate::interrupt::{Interrupts, Made, is_at};
+use runtime::RuntimeError;
 use runtime::files::open_regular;
+use std::cell::{Cell, RefCell};
 use std::fs::{File, TryLockError};
 use std::io::{self, ErrorKind};
 use std::path::Path;
@@ -18,7 +21,8 @@ const TO_END: Duration = Duration::from_secs(3);
 /// The same under a launcher: on other hosts a lock stays for a while when the host is gone that had it.
 const TO_VANISH: Duration = Duration::from_secs(120);
 const LOOK: Duration = Duration::from_millis(50);
-
+/// How long others that only look whether it is taken may have it.
+const TO_BE_LOOKED_AT: Duration = Duration::from_secs(1);
 /// Takes the folder of checkpoints for this process 0, for as long as the run lasts: of a run that is
 /// started twice, or before its former process 0 has ended, one goes on. Who only reads there needs no
 /// lock. A folder that is not there yet is made where `makes` says so, and else nobody's: whether it
@@ -94,11 +98,116 @@ pub fn held(
     }
 }
 
-/// Takes the lock of a folder that was emptied or removed, with the file of the one that this process
-/// had. Says whether no other one has it.
-pub fn again(folder: &Path, made: &mut Vec<Made>) -> bool {
-    let tried = tried(&folder.join(NAME), made);
-    matches!(tried, Ok(Tried::Held | Tried::WithoutLocks(_)))
+/// The folder of checkpoints of this process 0 while the run goes on. Somebody may remove it, and the
+/// lock with it.
+pub struct Keeping<'a> {
+    folder: &'a Path,
+    interrupts: &'a Interrupts,
+    /// The journal of an elastic run.
+    journal: Option<Journal>,
+    /// The folder, open, so that no other one comes to have its number.
+    there: RefCell<Option<File>>,
+    /// Whether another run has begun in a folder of the same name.
+    is_lost: Cell<bool>,
+}
+
+impl<'a> Keeping<'a> {
+    /// Begins once the run has its folder.
+    pub fn begin(folder: &'a Path, interrupts: &'a Interrupts, journal: Option<Journal>) -> Self {
+        Keeping {
+            folder,
+            interrupts,
+            journal,
+            there: RefCell::new(File::open(folder).ok()),
+            is_lost: Cell::new(false),
+        }
+    }
+
+    /// Sees to it that the folder is still this process' own, before something is written there. Where
+    /// it was removed, it is made again, with the lock and the journal, which is said.
+    ///
+    /// Fails where another run has begun there since, and from then on.
+    pub fn keep(&self) -> Result<(), RuntimeError> {
+        let was_removed = match self.has_lock() {
+            true => false,
+            false => self.take_again()?,
+        };
+        let journal = self.journal.as_ref();
+        let journal = journal.filter(|_| self.folder.is_dir() && !journal::is_in(self.folder));
+        let again = match journal.map(|journal| journal.write(self.folder)) {
+            Some(Ok(())) => {
+                "what the same command needs to go on with the run is written there again"
+            }
+            Some(Err(failure)) => {
+                crate::say(format_args!("warning: {failure}"));
+                return Ok(());
+            }
+            None if was_removed => "checkpoints are written there again",
+            None => return Ok(()),
+        };
+        crate::say(format_args!(
+            "warning: {} was emptied or removed while the run went on; {again}",
+            self.folder.display()
+        ));
+        Ok(())
+    }
+
+    /// Whether the lock is this process' own, for all that can be seen.
+    fn has_lock(&self) -> bool {
+        let path = self.folder.join(NAME);
+        let is_it = |m: &Made| match m {
+            Made::Lock(at, file) if *at == path => is_at(file, at) || !is_gone(at),
+            _ => false,
+        };
+        !self.is_lost.get() && self.interrupts.making(|made| made.iter().any(is_it))
+    }
+
+    /// Takes the lock once more. Says whether it did, as file systems may have none.
+    fn take_again(&self) -> Result<bool, RuntimeError> {
+        let path = self.folder.join(NAME);
+        let began = Instant::now();
+        while !self.is_lost.get() {
+            let there = self.there.borrow();
+            let is_same = there.as_ref().is_some_and(|f| is_at(f, self.folder));
+            drop(there);
+            let has_other = || {
+                journal::is_in(self.folder)
+                    || !runtime::checkpoint::numbered(self.folder).is_empty()
+            };
+            if !is_same && has_other() {
+                break;
+            }
+            // Where the folder cannot be made, that is said of the checkpoint itself.
+            let make = || std::fs::create_dir_all(self.folder);
+            let _ = self.interrupts.makes(self.folder, make);
+            match self.interrupts.making(|made| tried(&path, made)) {
+                Ok(Tried::Held) => {
+                    *self.there.borrow_mut() = File::open(self.folder).ok();
+                    return Ok(true);
+                }
+                Ok(Tried::WithoutLocks(_)) => return Ok(false),
+                // Others look for a moment whether it is held.
+                Ok(Tried::Taken) if began.elapsed() > TO_BE_LOOKED_AT => break,
+                Err(e) if e.kind() != ErrorKind::NotFound || began.elapsed() > TO_BE_LOOKED_AT => {
+                    return Ok(false);
+                }
+                Ok(Tried::Taken) | Err(_) => std::thread::sleep(LOOK),
+            }
+        }
+        self.is_lost.set(true);
+        Err(RuntimeError::Taken {
+            path: self.folder.to_path_buf(),
+        })
+    }
+}
+
+/// Whether there is another file of this name by now, or none. Where that cannot be seen nothing
+/// has changed.
+fn is_gone(path: &Path) -> bool {
+    match std::fs::metadata(path) {
+        Err(e) => e.kind() == ErrorKind::NotFound,
+        Ok(_) => true,
+    }
 }
 
 /// Whether a process 0 has the folder now; none where that cannot be seen, as where file systems

@@ -83,8 +83,12 @@ fn without_this(folder: &Path) -> Option<Verdict> {
 
 /// The same words, in a process that has lost process 0 and leaves the finding to
 /// [`without_first`].
-pub fn told(args: &RunArgs, loaded: &Loaded, error: &RuntimeError) -> String {
-    examined(args, loaded, (error, None)).0
+pub fn told(
+    args: &RunArgs,
+    loaded: &Loaded,
+    (error, company): (&RuntimeError, Option<&Company>),
+) -> String {
+    examined(args, loaded, (error, company)).0
 }
 
 /// The words, and the finding where there are records.
@@ -206,7 +210,7 @@ pub fn failure(
 }
 
 /// The meaning of a difference between replicas for what was written.
-const TURNED: &str = "a memory or a processor has turned a bit, so have the hosts of these ranks looked at before they are used again. States are compared before they are written: no checkpoint of this run has that bit";
+const TURNED: &str = "a memory or a processor has turned a bit, so have the hosts of these ranks looked at before they are used again. States are compared with every checkpoint: no checkpoint of this run has that bit";
 
 /// How a run that lost a process goes on from its newest checkpoint, in words.
 fn way_on(args: &RunArgs, so_far: Option<&SoFar>) -> String {
@@ -267,7 +271,10 @@ pub fn lost((folder, plan): (Option<&Path>, &str), rank: Rank, error: &RuntimeEr
 }
 
 /// Writes down, for a process that is left without process 0, that this is lost.
-pub fn without_first((folder, plan): (Option<&Path>, &str), error: &RuntimeError) {
+pub fn without_first(
+    (folder, plan): (Option<&Path>, &str),
+    (error, company): (&RuntimeError, &Company),
+) {
     let is_of_first = matches!(error, RuntimeError::Gone { process: 0, .. });
     let Some(folder) = folder.filter(|_| is_of_first) else {
         return;
@@ -277,7 +284,7 @@ pub fn without_first((folder, plan): (Option<&Path>, &str), error: &RuntimeError
         let seen = record::read(folder).unwrap_or_default().seen;
         let verdict = Verdict {
             error: error.to_string(),
-            found: found(error, (&seen, &BTreeMap::new()), None),
+            found: found(error, (&seen, &BTreeMap::new()), Some(company)),
             by: Some(Finder::me()),
             plan: Some(plan.into()),
         };

@@ -84,10 +84,10 @@ impl Session {
     /// Has them write their shares to files in `folder`. Fails with the reason why one could not.
     pub(crate) fn write_left(
         &mut self,
-        left: Left,
+        left: &Left,
         folder: &Path,
     ) -> Result<Vec<Shard>, Unrescued> {
-        let shares = left.shares;
+        let shares = &left.shares;
         let writes = |m: &&Member| shares.contains_key(&m.rank);
         let writers: Vec<Member> = self.ranks.iter().filter(writes).copied().collect();
         let patience = self.watchdog.saturating_mul(ALONE);
