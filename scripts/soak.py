@@ -7,7 +7,7 @@ A plan for as many ranks as processes is made in a folder for temporary files, a
 checkpoint every few steps. In each round some process is killed at a random moment: by SIGKILL one
 of them, sometimes two, or it is stopped by SIGSTOP, which the run has to find out. The next round
 goes on from what is there. Looked at after each round: whether the run ended in time, its exit
-code, whether it named the process, and `doctor` did, what is left behind, and whether the
+code, whether it named the process, and `doctor` did, or both where two were killed, what is left behind, and whether the
 checkpoints verify. In the end the state is compared, to the bit, with that of a run that nobody
 disturbed. SIGTERM ends it after its round, with the report. Where the machine is so busy that a
 run's processes do not come together in their 20 seconds, nobody is killed; such rounds are counted,
@@ -104,7 +104,7 @@ def main():
     base = ["run", "plan.json", "--data", "text.txt", f"--processes={args.processes}", "--time-out", str(PATIENCE),
             "--checkpoint", "state", "--checkpoint-every", "10"]
     seen = dict(killed=0, stopped=0, both=0, named=0, to_name=0, hangs=0, codes={}, left=0,
-                damaged=0, training=0, late=0, examined=0, accused=0)
+                damaged=0, training=0, late=0, examined=0, accused=0, pairs=0, both_accused=0)
     ends = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ends.append(True))
@@ -141,7 +141,7 @@ def main():
             victims, seen["both"] = draw.sample([run.pid, *sorted(others)], 2), seen["both"] + 1
         elif kind < 0.15 and others:
             how = signal.SIGSTOP
-        index = index_of(victims[0])
+        index, indices = index_of(victims[0]), sorted(index_of(v) or 0 for v in victims)
         if run.poll() is not None:
             if "did not join in" in " ".join((folder / "errors").read_text().split()):
                 seen["late"] += 1
@@ -184,6 +184,14 @@ def main():
             seen["accused"] += culprits == [index]
             if culprits != [index] and len(unnamed) < 5:
                 unnamed.append(f"rank{index} by {signal.Signals(how).name}, doctor accuses {culprits}: {words}")
+        # Those that are left name both.
+        if len(victims) == 2 and args.processes > 2 and has_met:
+            said = call("doctor", "plan.json", "run.records", "--json", check=False).stdout
+            culprits = json.loads(said).get("culprits") if said else None
+            seen["pairs"] += 1
+            seen["both_accused"] += culprits == indices
+            if culprits != indices and len(unnamed) < 5:
+                unnamed.append(f"ranks {indices} at once, doctor accuses {culprits}: {words}")
         seen["left"] += len(processes(folder))
         for p in processes(folder):
             os.kill(p, signal.SIGKILL)
@@ -216,6 +224,8 @@ def main():
         f"{seen['to_name']} rounds; the others named it in {seen['named']}.",
         f"- In {seen['examined']} of these the run had begun to train; `doctor` named that rank alone afterwards in "
         f"{seen['accused']}.",
+        f"- Two were the victims, and others were left, in {seen['pairs']} rounds of a run that had begun to train; "
+        f"`doctor` named both and nobody else in {seen['both_accused']}.",
         f"- From the kill to the end of all processes: median {statistics.median(delays):.3f} s, 95% within "
         f"{delays[int(0.95 * (len(delays) - 1))]:.3f} s, longest {delays[-1]:.3f} s.",
         f"- Steps lost: median {statistics.median(lost or [0])}, most {max(lost or [0])}, with a "
@@ -232,6 +242,7 @@ def main():
     shutil.rmtree(folder)
     bad = seen["hangs"] or seen["damaged"] or seen["left"] or litter or not same
     missed = seen["named"] < seen["to_name"] or seen["accused"] < seen["examined"]
+    missed = missed or seen["both_accused"] < seen["pairs"]
     sys.exit(1 if bad or missed else 0)
 
 
