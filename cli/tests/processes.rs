@@ -1158,6 +1158,51 @@ fn orphan_is_caught() -> bool {
     !has_joined
 }
 
+/// Processes that a signal has stopped see the end of their process 0 all the same, before they have
+/// joined and in a step, and end as well.
+#[test]
+fn stopped_processes_end_when_process_0_is_killed() {
+    for is_in_step in [false, true] {
+        let place = Place::with_plan();
+        let long = [
+            "--steps",
+            "100000000",
+            "--record",
+            "records",
+            "-o",
+            "o.json",
+        ];
+        let args = [&RUN[..], &["--processes"], &long].concat();
+        let child = command(&place, &args).begin().unwrap();
+        if is_in_step {
+            for rank in 0..4 {
+                process_of(&place, rank);
+            }
+        }
+        let since = Instant::now();
+        // Those that have more than one thread have begun.
+        let has_begun = |id: &u32| {
+            let threads = std::fs::read_dir(format!("/proc/{id}/task"));
+            *id != child.id() && threads.is_ok_and(|all| all.count() > 1)
+        };
+        let others = loop {
+            let others = processes_of(&place, "o.json").into_iter().filter(has_begun);
+            let others: Vec<u32> = others.collect();
+            if others.len() > usize::from(is_in_step) * 2 {
+                break others;
+            }
+            assert!(
+                since.elapsed() < Duration::from_secs(60),
+                "nothing was started"
+            );
+        };
+        others.iter().for_each(|id| send("-STOP", *id));
+        send("-KILL", child.id());
+        child.wait_with_output().unwrap();
+        wait_for_none(&place, "o.json");
+    }
+}
+
 /// A control group for memory of this test; none where this machine or user may not have one.
 struct Group(std::path::PathBuf);
 

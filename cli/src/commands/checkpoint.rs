@@ -189,11 +189,8 @@ fn as_json(path: &Path, of: &Result<Summary, RuntimeError>) -> Value {
 }
 
 fn verify(args: &LookArgs) -> Result<(), Failure> {
-    let mut seen = Vec::new();
-    for path in all(&args.path)? {
-        let verified = checkpoint::verify(&path);
-        seen.push((path, verified));
-    }
+    all(&args.path)?;
+    let seen = checkpoint::verify_all(&args.path);
     let bad = seen.iter().filter(|s| s.1.is_err()).count();
     let failed = || {
         let what = format!(

@@ -63,6 +63,9 @@ use watch::{Described, Figures, Watch};
 pub fn run(args: &RunArgs) -> Result<(), Failure> {
     // It may end at any time from now on.
     let parent = std::os::unix::process::parent_id();
+    if args.as_process.is_some() {
+        orphan::go_on_without_parent();
+    }
     interrupt::outlive_limits_of_files()?;
     open_many_files();
     let args = &elastic::continued(args)?;
@@ -113,8 +116,11 @@ fn run_as(
     let interrupts = Interrupts::watch(early)?;
     let launcher = Launcher::watch(parent, setting, args);
     let _clearing = interrupts.clear_at_end();
+    let folder = args.checkpoint.as_deref();
+    let tells = folder.filter(|_| args.elastic && matches!(setting, Setting::Launched(_)));
+    let alive = tells.map(lock::Alive::begin);
     let is_held = lock::held(args, (setting, &interrupts), false)?;
-    told::forget(args, setting);
+    told::forget(args);
     let loaded = plan_file::load(&args.plan)?;
     check_task(args, loaded.plan.train.task)?;
     elastic::check(args, &loaded)?;
@@ -186,6 +192,7 @@ fn run_as(
     let told = told::tell(args, setting)?;
     let gathered = among::gather((setting, &interrupts), args, (&loaded, &chosen));
     drop(told);
+    drop(alive);
     // From now on an interrupt is seen before the first step, and what was made goes there.
     interrupts.begin_to_look();
     let begins = interrupts.keep_files();
@@ -319,10 +326,12 @@ fn run_as(
         Ok(()) => written.push(what),
         Err(failure) => failed.push(failure),
     };
-    let write_measurement = || {
-        let text = document::to_json(&measurement)?;
-        outputs::write_atomic(&args.output, text.as_bytes())
-    };
+    let text = document::to_json(&measurement)?;
+    let write_measurement = || outputs::write_atomic(&args.output, text.as_bytes());
+    // Whoever finds all steps made has not measured them.
+    if !is_end && measurement.steps.len() as u64 == args.steps {
+        elastic::keep_measurement(args, &text);
+    }
     if let Some(folder) = args.checkpoint.as_ref().filter(|_| !is_end) {
         let graph = &loaded.plan.graph;
         let of = Saving {
@@ -368,9 +377,17 @@ fn run_as(
         let what = format!("{} has the weights", path.display());
         attempt(what, export(path, config, &mut session));
     }
-    if !is_end {
-        let what = format!("{} measures the steps", args.output.display());
-        attempt(what, write_measurement());
+    let what = format!("{} measures the steps", args.output.display());
+    match is_end {
+        false => attempt(what, write_measurement()),
+        true => match elastic::kept_measurement(args) {
+            Some(kept) => attempt(what, outputs::write_atomic(&args.output, &kept)),
+            None if args.output.exists() => {}
+            None => crate::say(format_args!(
+                "warning: {} is not written: who made the last steps has left no measurement of them",
+                args.output.display()
+            )),
+        },
     }
     if !failed.is_empty() {
         return Err(not_all(args, failed, &written, has_state));
@@ -459,9 +476,14 @@ fn serve(
     let unasked = Unasked::begin_elsewhere(args, interrupts);
     let gathered = among::gather((setting, interrupts), args, (loaded, &chosen));
     let gathered = gathered.inspect_err(|_| {
-        // A process 0 that a signal has stopped before all met; it is the parent of those it starts.
-        if let Setting::Started(_) = setting {
-            children::put_down_of_others(std::os::unix::process::parent_id());
+        // A process 0 that a signal has stopped before all met: the parent of those that it starts, and of
+        // a launcher's one that has its variables.
+        match setting {
+            Setting::Started(_) => {
+                children::put_down_of_others(std::os::unix::process::parent_id());
+            }
+            Setting::Launched(_) => launcher::put_down_first(),
+            _ => {}
         }
     })?;
     let Some(company) = gathered else {

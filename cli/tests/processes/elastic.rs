@@ -547,11 +547,11 @@ fn an_elastic_run_is_done_when_all_is_written() {
         "--config",
         "config.json",
     ];
-    let more = ["state", "--processes", "-o", "e.json"];
+    let more = ["state", "--processes", "-o", "out/e.json"];
     let args = [&RUN[..], &ELASTIC, &more, &weights].concat();
     let child = command(&place, &args).begin().unwrap();
     wait_for_checkpoint(&place, "state", 1);
-    std::fs::remove_dir(place.path("out")).unwrap();
+    std::fs::remove_dir_all(place.path("out")).unwrap();
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(3), "{}", said(&output));
     let last = newest(&place, "state");
@@ -565,6 +565,11 @@ fn an_elastic_run_is_done_when_all_is_written() {
     );
     assert!(place.exists("out/weights.safetensors"));
     assert_eq!(newest(&place, "state"), last);
+    // The measurement is that of the process that made the steps.
+    let measured = run_json(&place, "out/e.json");
+    let n_steps = measured["steps"].as_array().unwrap().len();
+    assert_eq!(n_steps, 600, "{measured}");
+    assert!(!place.exists("state/measured.json"));
     let done = place.run(&args).expect(0);
     assert!(
         done.err.contains("is done, and nothing is left to do"),
@@ -574,6 +579,46 @@ fn an_elastic_run_is_done_when_all_is_written() {
     std::fs::remove_file(place.path("out/weights.safetensors")).unwrap();
     let missing = place.run(&args).expect(6);
     missing.says(&["is done, and out/weights.safetensors is not there"]);
+}
+
+/// Process 0 of an elastic run is stopped before it says with what it goes on: the others do not wait for
+/// it for good, and end it.
+#[test]
+fn a_process_0_of_a_launcher_that_is_stopped_early_is_ended() {
+    let place = Place::new();
+    two_replicas(&place);
+    std::fs::create_dir(place.path("state")).unwrap();
+    let more = ["state", "--time-out", "2", "-o", "e.json"];
+    let args = [&RUN[..], &ELASTIC, &more].concat();
+    let by_hand = |rank: &str| {
+        command(&place, &args)
+            .envs([
+                ("RANK", rank),
+                ("WORLD_SIZE", "2"),
+                ("LOCAL_WORLD_SIZE", "2"),
+            ])
+            .envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29531")])
+            .env("TMPDIR", place.path("."))
+            .env_remove("XDG_RUNTIME_DIR")
+            .begin()
+            .unwrap()
+    };
+    let first = by_hand("0");
+    let since = Instant::now();
+    while !place.exists("state/writer.lock") {
+        assert!(
+            since.elapsed() < Duration::from_secs(60),
+            "it takes no lock"
+        );
+    }
+    signal("-STOP", first.id());
+    let second = by_hand("1").wait_within(Duration::from_secs(90)).unwrap();
+    let words = said(&second);
+    assert_eq!(second.status.code(), Some(6), "{words}");
+    let ended = format!("the process with pid {} is killed", first.id());
+    assert!(words.contains(&ended), "{words}");
+    assert_eq!(first.wait_with_output().unwrap().status.signal(), Some(9));
+    wait_for_none(&place, "e.json");
 }
 
 /// A launcher starts the same command again with the processes that it has left, and later with all of

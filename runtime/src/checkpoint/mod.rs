@@ -22,6 +22,7 @@ mod background;
 pub mod dcp;
 mod left;
 mod manifest;
+mod reading;
 mod retention;
 mod shard;
 mod share;
@@ -45,15 +46,18 @@ use manifest::{Facts, Manifest};
 use serde::{Deserialize, Serialize};
 use shard::{Piece, Stream};
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 /// Checkpoints that stay in a folder: should the newest be damaged, there is one more.
 pub const KEPT: usize = 2;
 /// The file of a folder from before checkpoints: all states in one file, without hashes.
 const SINGLE: &str = "state.safetensors";
+/// How often a folder is looked at again from which a run that goes on has taken a checkpoint meanwhile.
+const TIMES: usize = 100;
 
 /// A checkpoint whose files are what its manifest says.
 #[derive(Debug, Serialize, Deserialize)]
@@ -64,6 +68,9 @@ pub struct Checkpoint {
     states: BTreeMap<String, Stored>,
     /// Files with hashes.
     files: BTreeMap<PathBuf, Sealed>,
+    /// Keeps it from going while it is read.
+    #[serde(skip)]
+    held: Mutex<Option<File>>,
 }
 
 /// A file of a checkpoint, and whether this process has seen that it is what was written: another
@@ -332,16 +339,24 @@ fn commit(
 /// Fails when there is none.
 pub fn find(path: &Path) -> Result<Found, RuntimeError> {
     let mut passed_over = Vec::new();
-    for candidate in all(path) {
-        match Checkpoint::open(&candidate) {
-            Ok(checkpoint) => {
-                return Ok(Found {
-                    checkpoint,
-                    passed_over,
-                });
+    for _ in 0..TIMES {
+        passed_over.clear();
+        let mut has_gone = false;
+        for candidate in all(path) {
+            match Checkpoint::open(&candidate) {
+                Ok(checkpoint) => {
+                    return Ok(Found {
+                        checkpoint,
+                        passed_over,
+                    });
+                }
+                Err(_) if !candidate.exists() => has_gone = true,
+                // The first says enough of one that there is an older one for.
+                Err(problems) => passed_over.extend(problems.into_iter().next()),
             }
-            // The first says enough of one that there is an older one for.
-            Err(problems) => passed_over.extend(problems.into_iter().next()),
+        }
+        if !has_gone {
+            break;
         }
     }
     let none = || problem(path, "the folder has no checkpoint".into());
@@ -395,6 +410,23 @@ pub fn summary(path: &Path) -> Result<Summary, RuntimeError> {
     })
 }
 
+/// All checkpoints at `path`, newest first, but those that a run that goes on has had go meanwhile:
+/// each opened as by [`verify`].
+pub fn verify_all(path: &Path) -> Vec<(PathBuf, Result<Checkpoint, Vec<RuntimeError>>)> {
+    let mut found = Vec::new();
+    for _ in 0..TIMES {
+        let verified = |path: PathBuf| (path.clone(), verify(&path));
+        found = all(path).into_iter().map(verified).collect();
+        let is_there =
+            |(path, verified): &(PathBuf, Result<_, _>)| verified.is_ok() || path.exists();
+        if found.is_empty() || found.iter().any(is_there) {
+            found.retain(is_there);
+            break;
+        }
+    }
+    found
+}
+
 /// Opens the checkpoint at `path`, with all of its files read once to see that they are what was
 /// written.
 ///
@@ -443,16 +475,21 @@ impl Checkpoint {
     }
 
     fn open_folder(path: &Path) -> Result<Self, Vec<RuntimeError>> {
+        let held = reading::hold(path);
         let manifest = Manifest::read(path).map_err(|e| vec![e])?;
         let problems = manifest::verify(path, &manifest.files);
         match problems.is_empty() {
-            true => Self::of_verified(path, manifest).map_err(|e| vec![e]),
+            true => Self::of_verified(path, manifest, held).map_err(|e| vec![e]),
             false => Err(problems),
         }
     }
 
     /// Puts together what the files of a folder have, which are as the manifest says.
-    fn of_verified(path: &Path, manifest: Manifest) -> Result<Self, RuntimeError> {
+    fn of_verified(
+        path: &Path,
+        manifest: Manifest,
+        held: Option<File>,
+    ) -> Result<Self, RuntimeError> {
         let Manifest {
             origin,
             files,
@@ -495,6 +532,7 @@ impl Checkpoint {
             origin: Some(origin),
             states: all,
             files: files.into_iter().map(sealed).collect(),
+            held: Mutex::new(held),
         })
     }
 
@@ -526,7 +564,13 @@ impl Checkpoint {
             origin: None,
             states: header.tensors()?.into_iter().map(whole).collect(),
             files: BTreeMap::new(),
+            held: Mutex::default(),
         })
+    }
+
+    /// Lets it go where its run has it go: it is not read any more.
+    pub(crate) fn let_go(&self) {
+        *self.held.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
     /// The folder, or the single file of an earlier build.

@@ -1,6 +1,6 @@
 //! Which checkpoints of a folder stay when a newer one is there.
 
-use super::numbered;
+use super::{numbered, reading};
 use crate::error::RuntimeError;
 use crate::files::Unfinished;
 use std::collections::BTreeMap;
@@ -113,5 +113,9 @@ const BLOCK: u64 = 512;
 /// Has a checkpoint go. One that cannot be removed is in nobody's way. It goes under another name,
 /// so that there never is a part of it under its own.
 pub(super) fn remove(folder: &Path, old: &Path) {
+    // One that somebody reads goes when the next ones do.
+    let Ok(_nobody_reads) = reading::end(old) else {
+        return;
+    };
     drop(Unfinished::taken(folder, old));
 }

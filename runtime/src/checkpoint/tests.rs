@@ -296,6 +296,26 @@ fn the_newest_that_is_whole_is_found() {
     assert!(find(&newest.join("manifest.json")).is_ok());
 }
 
+/// A run has no checkpoint go that somebody reads; once nobody does, it goes with the next ones.
+#[test]
+fn a_checkpoint_that_is_read_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    let full = random(5, 12);
+    let make = |name: &str| write(dir.path(), name, &full, &split(&[4, 3], 0, 2));
+    let left = || numbered(dir.path()).into_iter().map(|(n, _)| n);
+    let first = make("0001-step-10");
+    let read = verify(&first).unwrap();
+    (make("0002-step-20"), make("0003-step-30"));
+    prune(dir.path(), 1, &Whole::default());
+    assert_eq!(left().collect::<Vec<_>>(), [1, 3]);
+    read.let_go();
+    prune(dir.path(), 1, &Whole::default());
+    assert_eq!(left().collect::<Vec<_>>(), [3]);
+    assert!(verify(&first).is_err());
+    // Of a folder those are verified that are there.
+    assert_eq!(verify_all(dir.path()).len(), 1);
+}
+
 /// A run that was begun again in the folder of one that came further.
 #[test]
 fn what_came_further_stays_until_it_is_reached() {

@@ -465,6 +465,7 @@ impl Session {
         }
         let all = self.ranks.clone();
         self.ask(&all, |_| Request::Load(Arc::clone(checkpoint)))?;
+        checkpoint.let_go();
         self.step = checkpoint.step();
         // Written by a build that counted every step as an update.
         if let (Some(places), None) = (places.get(UPDATES), checkpoint.lens(UPDATES)) {
@@ -984,6 +985,7 @@ impl Session {
             false => (false, self.watchdog.saturating_mul(ALONE)),
         };
         let mut patience = (!is_step).then(|| Patience::of(longest));
+        let mut still: BTreeMap<usize, Patience> = BTreeMap::new();
         let mut lost = Vec::new();
         let mut open: Vec<usize> = (0..ranks.len()).collect();
         while !open.is_empty() {
@@ -1004,6 +1006,20 @@ impl Session {
                 true => LAST_WORDS_OF_MISSED,
                 false => LAST_WORDS,
             };
+            // One that a signal has stopped does nothing that may take long.
+            let asked = open.iter().map(|i| ranks[*i].worker).filter(|_| !is_step);
+            let stopped: BTreeSet<usize> = asked
+                .filter(|worker| self.workers[*worker].is_stopped())
+                .collect();
+            still.retain(|worker, _| stopped.contains(worker));
+            let watchdog = self.watchdog;
+            let mut given_up = stopped;
+            given_up.retain(|worker| {
+                let of_stopped = still
+                    .entry(*worker)
+                    .or_insert_with(|| Patience::of(watchdog));
+                of_stopped.left().is_zero()
+            });
             // Whoever is first is waited for, the others are looked after.
             let mut attention = ATTENTION;
             // What a rank answers next is for the first of its requests that is open.
@@ -1020,6 +1036,7 @@ impl Session {
                 }
                 if answer.is_none()
                     && (is_over(failed, last_words)
+                        || given_up.contains(&m.worker)
                         || patience.as_mut().is_some_and(|p| p.left().is_zero()))
                     && let Some(error) = worker.silent(m.rank)
                 {

@@ -31,6 +31,10 @@ pub(crate) trait Link: Send {
     fn hear(&mut self, rank: Rank, patience: Duration) -> Option<Answer>;
     /// The error of a rank that is not waited for any longer, where that is possible.
     fn silent(&self, rank: Rank) -> Option<RuntimeError>;
+    /// Whether a signal has stopped its process, for all that can be seen.
+    fn is_stopped(&self) -> bool {
+        false
+    }
     /// The run has failed: ranks elsewhere are told when it ends.
     fn fail(&mut self, _: &str) {}
     /// The run ends before its last step: ranks elsewhere are told when it does.
@@ -194,6 +198,9 @@ impl Link for Remote {
     }
     fn silent(&self, rank: Rank) -> Option<RuntimeError> {
         Some(self.processes.silent(self.process, rank))
+    }
+    fn is_stopped(&self) -> bool {
+        self.processes.is_stopped(self.process)
     }
 }
 

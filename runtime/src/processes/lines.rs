@@ -288,6 +288,11 @@ impl Processes {
         let number = |(process, _): &(usize, Neighbour)| (*process, self.all[*process].pid);
         stopped.map(number).collect()
     }
+    /// Whether a signal has stopped another process, where it is on this host.
+    pub(crate) fn is_stopped(&self, process: usize) -> bool {
+        let mut all = self.neighbours.iter();
+        all.any(|(index, n)| *index == process && n.is_stopped())
+    }
     /// The other processes on this host that have ended, or that a signal has stopped.
     pub(crate) fn lost_here(&self) -> impl Iterator<Item = usize> {
         let lost = self.neighbours.iter();

@@ -51,6 +51,10 @@ pub fn put_down_of_others(id: u32) {
         .is_some_and(|(_, rest)| rest.starts_with('T'));
     let id = i32::try_from(id).ok().and_then(Pid::from_raw);
     if let Some(id) = id.filter(|_| is_ours && is_stopped) {
+        let pid = id.as_raw_pid();
+        crate::say(format_args!(
+            "note: the process with pid {pid} is killed: a signal has stopped it, so it cannot end by itself"
+        ));
         let _ = kill_process(id, Signal::KILL);
     }
 }

@@ -483,6 +483,32 @@ pub fn again(args: &RunArgs, continued: &Continued) -> Result<Command, Failure> 
 /// Removes the file with what had changed, once the run is done: nobody goes on with it any more.
 pub fn forget(args: &RunArgs) {
     let _ = std::fs::remove_file(file(args));
+    if let Some(path) = measured(args) {
+        let _ = std::fs::remove_file(path);
+    }
+}
+
+/// The file in the folder of checkpoints that has the measurement of an elastic run until that is
+/// written where it belongs.
+fn measured(args: &RunArgs) -> Option<PathBuf> {
+    let folder = args.checkpoint.as_deref().filter(|_| args.elastic)?;
+    Some(folder.join("measured.json"))
+}
+
+/// Keeps the measurement of an elastic run whose steps are all made, before its last checkpoint says
+/// so: the same command finds it there if it does not get to its place.
+pub fn keep_measurement(args: &RunArgs, text: &str) {
+    // A folder that has no room for it may have room for the checkpoint, and the output has some, too.
+    if let Some(path) = measured(args)
+        && let Err(failure) = outputs::write_atomic(&path, text.as_bytes())
+    {
+        crate::say(format_args!("warning: {failure}"));
+    }
+}
+
+/// The measurement that was kept.
+pub fn kept_measurement(args: &RunArgs) -> Option<Vec<u8>> {
+    std::fs::read(measured(args)?).ok()
 }
 
 fn file(args: &RunArgs) -> PathBuf {

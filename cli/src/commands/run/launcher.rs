@@ -2,6 +2,7 @@
 
 use crate::failure::{Exit, Failure};
 use runtime::processes::Place;
+use std::collections::BTreeMap;
 
 /// The facts that a launcher states.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -244,6 +245,35 @@ pub fn launched(env: &dyn Fn(&str) -> Option<String>) -> Result<Option<Launched>
         is_by_hand: mark(env).is_none(),
         is_of_parent,
     }))
+}
+
+/// Kills process 0 of this process' launch where it is on this host and a signal has stopped it: before
+/// all have met nobody else would, and it cannot end by itself.
+pub fn put_down_first() {
+    let own = |name: &str| std::env::var(name).ok();
+    let Ok(Some(run)) = launched(&own) else {
+        return;
+    };
+    let parent = std::os::unix::process::parent_id();
+    let all = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    let all = all.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    for pid in all {
+        let variables = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        let variables: BTreeMap<&[u8], &[u8]> = variables
+            .split(|byte| *byte == 0)
+            .filter_map(|v| Some((v.split(|b| *b == b'=').next()?, v)))
+            .collect();
+        let of = |name: &str| {
+            let variable = variables.get(name.as_bytes())?;
+            let value = variable.strip_prefix(name.as_bytes())?.strip_prefix(b"=")?;
+            Some(String::from_utf8_lossy(value).into_owned())
+        };
+        let is_sibling = !run.is_of_parent || super::orphan::parent_of(pid) == Some(parent);
+        let found = launched(&of).ok().flatten();
+        if found.is_some_and(|f| f.key == run.key && f.place.index == 0 && is_sibling) {
+            super::children::put_down_of_others(pid);
+        }
+    }
 }
 
 /// How many tasks of a step of Slurm's are on the node of this one: `2(x3),1` are two on each of

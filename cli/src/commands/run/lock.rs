@@ -12,7 +12,9 @@ use std::cell::{Cell, RefCell};
 use std::fs::{File, TryLockError};
 use std::io::{self, ErrorKind};
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant, SystemTime};
 
 /// The file that process 0 of the run holds as long as it lives.
 const NAME: &str = "writer.lock";
@@ -21,6 +23,8 @@ const TO_END: Duration = Duration::from_secs(3);
 /// The same under a launcher: on other hosts a lock stays for a while when the host is gone that had it.
 const TO_VANISH: Duration = Duration::from_secs(120);
 const LOOK: Duration = Duration::from_millis(50);
+/// How often process 0 gives a sign of life until all have met.
+const SIGN: Duration = Duration::from_millis(500);
 /// How long others that only look whether it is taken may have it.
 const TO_BE_LOOKED_AT: Duration = Duration::from_secs(1);
 /// Takes the folder of checkpoints for this process 0, for as long as the run lasts: of a run that is
@@ -210,17 +214,43 @@ fn is_gone(path: &Path) -> bool {
     }
 }
 
-/// Whether a process 0 has the folder now; none where that cannot be seen, as where file systems
-/// have no locks.
-pub fn is_held(folder: &Path) -> Option<bool> {
-    let file = match open_regular(&folder.join(NAME)) {
-        Err(e) if e.kind() == ErrorKind::NotFound => return Some(false),
-        opened => opened.ok()?,
-    };
-    match file.try_lock_shared() {
-        Ok(()) => Some(false),
-        Err(TryLockError::WouldBlock) => Some(true),
-        Err(TryLockError::Error(_)) => None,
+/// The last sign of life of the process 0 that has the folder; none where none has.
+pub fn sign_of_life(folder: &Path) -> Option<SystemTime> {
+    std::fs::metadata(folder.join(NAME)).ok()?.modified().ok()
+}
+
+/// Gives signs of life in the folder that this process 0 has, until it is dropped: until all have met,
+/// the others do not hear of it otherwise.
+pub struct Alive(Arc<AtomicBool>);
+
+impl Alive {
+    /// Begins once the folder is taken.
+    pub fn begin(folder: &Path) -> Self {
+        let (path, is_over) = (folder.join(NAME), Arc::<AtomicBool>::default());
+        let ends = Arc::clone(&is_over);
+        std::thread::spawn(move || {
+            while !ends.load(Ordering::Relaxed) {
+                let now = rustix::fs::Timespec {
+                    tv_sec: 0,
+                    tv_nsec: rustix::fs::UTIME_NOW,
+                };
+                let times = rustix::fs::Timestamps {
+                    last_access: now,
+                    last_modification: now,
+                };
+                let at = (rustix::fs::CWD, &path, &times);
+                // Where it cannot be given, the others wait no longer than for one that is not there.
+                let _ = rustix::fs::utimensat(at.0, at.1, at.2, rustix::fs::AtFlags::empty());
+                std::thread::sleep(SIGN);
+            }
+        });
+        Alive(is_over)
+    }
+}
+
+impl Drop for Alive {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
     }
 }
 

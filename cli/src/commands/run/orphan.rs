@@ -52,6 +52,14 @@ impl Drop for Orphan {
     }
 }
 
+/// Has this process go on when the one that started it ends, should a signal have stopped it: it has to
+/// see that, and to end as well.
+pub fn go_on_without_parent() {
+    // Elsewhere it stays until somebody lets it go on.
+    #[cfg(target_os = "linux")]
+    let _ = rustix::process::set_parent_process_death_signal(Some(Signal::CONT));
+}
+
 /// The way to process 0, once all have met, of a process that looks for its launcher.
 pub struct Launcher(Arc<OnceLock<Ending>>);
 
@@ -138,7 +146,7 @@ fn has(process: u32, name: &str) -> bool {
     })
 }
 
-fn parent_of(process: u32) -> Option<u32> {
+pub fn parent_of(process: u32) -> Option<u32> {
     let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
     // State and parent follow the name, which is in brackets and may have any.
     let (_, rest) = stat.rsplit_once(") ")?;

@@ -3,7 +3,7 @@
 
 use super::among::{LEAST_TO_JOIN, Setting};
 use super::elastic::{self, Continued};
-use super::{journal, lock};
+use super::{journal, launcher, lock};
 use crate::args::RunArgs;
 use crate::failure::{Exit, Failure};
 use crate::{document, outputs, plan_file};
@@ -13,6 +13,10 @@ use std::time::{Duration, Instant};
 /// Least that a process waits for process 0, which may have to plan first, and has the folder of
 /// checkpoints meanwhile.
 const LEAST_TO_BE_TOLD: Duration = Duration::from_secs(600);
+/// The parts of the file's name, and the characters of the hash between them.
+const BEFORE: &str = "elastic-";
+const BEHIND: &str = ".json";
+const HASH: usize = 16;
 /// How often it looks.
 const LOOK: Duration = Duration::from_millis(100);
 /// After so long it says that it waits.
@@ -35,13 +39,24 @@ fn file(args: &RunArgs, setting: &Setting) -> Option<PathBuf> {
     let folder = args.checkpoint.as_deref().filter(|_| args.elastic)?;
     let hash =
         blake3::hash(format!("{} of {}", launched.key, launched.place.of).as_bytes()).to_hex();
-    Some(folder.join(format!("elastic-{}.json", &hash[..16])))
+    Some(folder.join(format!("{BEFORE}{}{BEHIND}", &hash[..HASH])))
 }
 
-/// Removes what an earlier process 0 of the same run may have left.
-pub fn forget(args: &RunArgs, setting: &Setting) {
-    if let Some(path) = file(args, setting) {
-        let _ = std::fs::remove_file(path);
+/// Removes what an earlier process 0 of the folder's runs may have left: this one has the folder, so
+/// nobody else tells anything there.
+pub fn forget(args: &RunArgs) {
+    let Some(folder) = args.checkpoint.as_deref().filter(|_| args.elastic) else {
+        return;
+    };
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let hash = name
+            .to_str()
+            .and_then(|n| n.strip_prefix(BEFORE)?.strip_suffix(BEHIND));
+        let is_hash = |h: &str| h.len() == HASH && h.bytes().all(|b| b.is_ascii_hexdigit());
+        if hash.is_some_and(is_hash) {
+            let _ = std::fs::remove_file(entry.path());
+        }
     }
 }
 
@@ -75,13 +90,14 @@ pub fn told(args: &RunArgs, setting: &Setting) -> Result<Option<RunArgs>, Failur
     let since = Instant::now();
     let patience = Duration::from_secs(args.time_out);
     let until = since + patience.max(LEAST_TO_BE_TOLD);
-    // Nobody has the folder: process 0 has not come, or has come to nothing.
-    let mut seen = since;
+    // Nobody has the folder, or has given a sign of life there: process 0 has not come, or has come to
+    // nothing.
+    let (mut seen, mut sign) = (since, None);
     let mut is_said = false;
     loop {
-        let is_held = args.checkpoint.as_deref().and_then(lock::is_held);
-        if is_held != Some(false) {
-            seen = Instant::now();
+        let signs = args.checkpoint.as_deref().and_then(lock::sign_of_life);
+        if signs != sign {
+            (seen, sign) = (Instant::now(), signs);
         }
         let until = until.min(seen + patience.max(LEAST_TO_JOIN));
         if since.elapsed() > TO_SAY && !is_said {
@@ -102,6 +118,7 @@ pub fn told(args: &RunArgs, setting: &Setting) -> Result<Option<RunArgs>, Failur
                     "process 0 did not say what it goes on with, by the file {}",
                     path.display()
                 );
+                launcher::put_down_first();
                 let help = "see its messages, if it was refused; the folder of --checkpoint must be one that all hosts have";
                 return Err(Failure::new(Exit::RunFailed, what).help(help));
             }
