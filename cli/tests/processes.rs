@@ -1332,7 +1332,9 @@ fn a_rank_that_hangs_is_found_by_its_record() {
     };
     let mut hung = stopped();
     // One that is stopped where it has ended its step lets the others end theirs.
+    let since = Instant::now();
     while (0..4).all(|rank| state(&hung, rank, "what") == "null") {
+        assert!(since.elapsed() < Duration::from_secs(60), "{hung}");
         signal("-CONT");
         std::thread::sleep(Duration::from_millis(3));
         hung = stopped();

@@ -219,10 +219,8 @@ fn word(bytes: &[u8; mapped::LEN], at: usize) -> u64 {
 ///
 /// Fails with the reason why there can be none, as where its file system maps no files into memory.
 pub fn can_begin(folder: &Path) -> Result<(), RuntimeError> {
-    // No rank has that number.
-    let rank = Rank(u32::MAX);
-    let begun = Record::create(folder, "", rank).map(drop);
-    let _ = std::fs::remove_file(file(folder, rank));
+    let begun = Record::create(folder, "", NOBODY).map(drop);
+    let _ = std::fs::remove_file(file(folder, NOBODY));
     begun
 }
 
@@ -276,6 +274,9 @@ fn rank_of(path: &Path) -> Option<Rank> {
     number.parse().ok().map(Rank)
 }
 
+/// No rank of a run: its record only tries whether there can be some.
+const NOBODY: Rank = Rank(u32::MAX);
+
 /// Whether a file is a record or the finding of a run, by its content: others may have the same
 /// names.
 fn is_of_run(path: &Path) -> bool {
@@ -283,7 +284,11 @@ fn is_of_run(path: &Path) -> bool {
         .file_name()
         .and_then(|n| n.to_str())
         .unwrap_or_default();
-    if rank_of(path).is_some() {
+    if let Some(rank) = rank_of(path) {
+        // Whoever tried may have been killed.
+        if rank == NOBODY {
+            return true;
+        }
         let mut head = [0; MAGIC.len()];
         let read = files::open_regular(path).and_then(|mut file| file.read_exact(&mut head));
         // Of any version.
@@ -420,7 +425,7 @@ pub fn read_any(folder: &Path) -> Result<Records, RuntimeError> {
     paths.sort();
     let mut all = Records::default();
     for path in paths {
-        let Some(rank) = rank_of(&path) else {
+        let Some(rank) = rank_of(&path).filter(|rank| *rank != NOBODY) else {
             continue;
         };
         let problem = match at(&path) {

@@ -74,7 +74,11 @@ fn all(path: &Path) -> Result<Vec<PathBuf>, Failure> {
 fn inspect(args: &LookArgs) -> Result<(), Failure> {
     let mut seen = Vec::new();
     for path in all(&args.path)? {
-        seen.push((path.clone(), checkpoint::summary(&path)));
+        let summary = checkpoint::summary(&path);
+        // One that a run that goes on has had go meanwhile is not damaged.
+        if summary.is_ok() || path.exists() {
+            seen.push((path, summary));
+        }
     }
     if args.json {
         let all: Vec<Value> = seen.iter().map(|(path, s)| as_json(path, s)).collect();

@@ -120,7 +120,9 @@ fn run_as(
     let tells = folder.filter(|_| args.elastic && matches!(setting, Setting::Launched(_)));
     let alive = tells.map(lock::Alive::begin);
     let is_held = lock::held(args, (setting, &interrupts), false)?;
-    told::forget(args);
+    if is_held {
+        told::forget(args);
+    }
     let loaded = plan_file::load(&args.plan)?;
     check_task(args, loaded.plan.train.task)?;
     elastic::check(args, &loaded)?;
@@ -202,7 +204,11 @@ fn run_as(
             interrupts.take_back(begins);
             return Err(failure);
         }
-        gathered => gathered?,
+        gathered => gathered.inspect_err(|_| {
+            if let Setting::Launched(_) = setting {
+                launcher::put_down_stopped();
+            }
+        })?,
     };
     let processes = company.as_ref().map(|c| Arc::clone(&c.processes));
     processes
@@ -219,7 +225,7 @@ fn run_as(
         (&dataset, schedule),
         (weights.as_ref(), resume),
         (processes, &chosen),
-        (&mut so_far, &interrupts, Guard(&look)),
+        (&mut so_far, &interrupts, keeping.as_ref()),
     );
     let trained = match trained {
         Ok(trained) => trained,
@@ -242,7 +248,9 @@ fn run_as(
             match &company.children {
                 Some(children) => children.put_down(process),
                 // Its launcher would ask it to end first, which it does not hear.
-                None if company.processes.is_here(process) => children::put_down_of_others(pid),
+                None if company.processes.is_here(process) => {
+                    children::put_down_of_others(pid);
+                }
                 None => {}
             }
         }
@@ -329,7 +337,7 @@ fn run_as(
     let text = document::to_json(&measurement)?;
     let write_measurement = || outputs::write_atomic(&args.output, text.as_bytes());
     // Whoever finds all steps made has not measured them.
-    if !is_end && measurement.steps.len() as u64 == args.steps {
+    if !is_end && measurement.steps.len() as u64 == args.steps && look().is_ok() {
         elastic::keep_measurement(args, &text);
     }
     if let Some(folder) = args.checkpoint.as_ref().filter(|_| !is_end) {
@@ -342,7 +350,16 @@ fn run_as(
             compares: args.check_replicas.is_some(),
             guard: Some(Guard(&look)),
         };
-        let saved = of.save(&mut session);
+        // One that was due after the last step is the same.
+        let step = session.step_number();
+        let there = so_far
+            .written
+            .last()
+            .filter(|(path, of)| *of == step && path.exists());
+        let saved = match there {
+            Some((path, _)) => Ok(path.clone()),
+            None => of.save(&mut session),
+        };
         let saved = match (saved.map_err(|e| explain(e, company.as_ref())), company) {
             // What is left to do has still to be done.
             (Err((RuntimeError::Gone { .. }, lost)), Some(there)) if goes_on(args, setting) => {
@@ -476,13 +493,13 @@ fn serve(
     let unasked = Unasked::begin_elsewhere(args, interrupts);
     let gathered = among::gather((setting, interrupts), args, (loaded, &chosen));
     let gathered = gathered.inspect_err(|_| {
-        // A process 0 that a signal has stopped before all met: the parent of those that it starts, and of
-        // a launcher's one that has its variables.
+        // A signal may have stopped process 0, which is the parent of those that it starts, or others of
+        // a launcher.
         match setting {
             Setting::Started(_) => {
                 children::put_down_of_others(std::os::unix::process::parent_id());
             }
-            Setting::Launched(_) => launcher::put_down_first(),
+            Setting::Launched(_) => launcher::put_down_stopped(),
             _ => {}
         }
     })?;
@@ -1229,16 +1246,17 @@ fn train_all(
     (dataset, schedule): (&Arc<Dataset>, &LrSchedule),
     (weights, resume): (Option<&Weights>, Option<Arc<Checkpoint>>),
     (processes, chosen): (Option<Arc<Processes>>, &Chosen),
-    (so_far, interrupts, guard): (&mut SoFar, &Interrupts, Guard<'_>),
+    (so_far, interrupts, keeping): (&mut SoFar, &Interrupts, Option<&Keeping<'_>>),
 ) -> Result<Result<Trained, RuntimeError>, Failure> {
     let plan = &loaded.plan;
     let stop = interrupts.end_with("ending after this step and writing what there is");
     so_far.is_asked_to_end = Arc::clone(&stop);
     let folder = args.checkpoint.as_deref();
+    let look = || keeping.map_or(Ok(()), Keeping::keep);
     let periodic = folder
         .zip(args.checkpoint_every)
         .map(|(folder, every)| Periodic {
-            guard: Some(guard),
+            guard: Some(Guard(&look)),
             folder,
             every,
             kept: usize::from(args.checkpoints_kept),
@@ -1342,6 +1360,7 @@ fn train_all(
             bar.println(words);
         }
         Progress::Checkpoint { step, path } => {
+            keeping.iter().for_each(|keeping| keeping.knows(&path));
             let words = format!("step {step}: {} has the training state", path.display());
             watch.line(format_args!("{words}"));
             bar.println(words);

@@ -273,10 +273,11 @@ fn an_elastic_run_outlives_the_loss_of_its_folder() {
     assert_eq!(output.status.code(), Some(130), "{words}");
     assert!(words.contains("was emptied or removed"), "{words}");
     assert!(place.exists("state/elastic.json"), "{words}");
-    let step = newest(&place, "state").0;
-    let step = step.rsplit_once("-step-").unwrap().1;
+    let name = newest(&place, "state").0;
+    let name = name.rsplit_once('/').map_or(&*name, |(_, name)| name);
+    let (number, step) = name.split_once("-step-").unwrap();
     let child = command(&place, &args).begin().unwrap();
-    wait_for_checkpoint(&place, "state", 3);
+    wait_for_checkpoint(&place, "state", number.parse::<u64>().unwrap() + 1);
     signal("-TERM", child.id());
     let words = said(&child.wait_with_output().unwrap());
     assert!(words.contains(&format!("from step {step}")), "{words}");
@@ -569,7 +570,8 @@ fn an_elastic_run_is_done_when_all_is_written() {
     let measured = run_json(&place, "out/e.json");
     let n_steps = measured["steps"].as_array().unwrap().len();
     assert_eq!(n_steps, 600, "{measured}");
-    assert!(!place.exists("state/measured.json"));
+    let left = place.names_in("state");
+    assert!(!left.iter().any(|n| n.starts_with("measured")), "{left:?}");
     let done = place.run(&args).expect(0);
     assert!(
         done.err.contains("is done, and nothing is left to do"),
@@ -581,10 +583,10 @@ fn an_elastic_run_is_done_when_all_is_written() {
     missing.says(&["is done, and out/weights.safetensors is not there"]);
 }
 
-/// Process 0 of an elastic run is stopped before it says with what it goes on: the others do not wait for
-/// it for good, and end it.
+/// Process 0 of an elastic run is stopped before it says with what it goes on, and another process as
+/// it waits for that: the one that is left does not wait for good, and ends them.
 #[test]
-fn a_process_0_of_a_launcher_that_is_stopped_early_is_ended() {
+fn processes_of_a_launcher_that_are_stopped_early_are_ended() {
     let place = Place::new();
     two_replicas(&place);
     std::fs::create_dir(place.path("state")).unwrap();
@@ -594,8 +596,8 @@ fn a_process_0_of_a_launcher_that_is_stopped_early_is_ended() {
         command(&place, &args)
             .envs([
                 ("RANK", rank),
-                ("WORLD_SIZE", "2"),
-                ("LOCAL_WORLD_SIZE", "2"),
+                ("WORLD_SIZE", "3"),
+                ("LOCAL_WORLD_SIZE", "3"),
             ])
             .envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29531")])
             .env("TMPDIR", place.path("."))
@@ -603,21 +605,32 @@ fn a_process_0_of_a_launcher_that_is_stopped_early_is_ended() {
             .begin()
             .unwrap()
     };
-    let first = by_hand("0");
     let since = Instant::now();
-    while !place.exists("state/writer.lock") {
-        assert!(
-            since.elapsed() < Duration::from_secs(60),
-            "it takes no lock"
+    let stop = |child: Running, is_ready: &dyn Fn(u32) -> bool| {
+        while !is_ready(child.id()) {
+            assert!(
+                since.elapsed() < Duration::from_secs(60),
+                "it does not begin"
+            );
+        }
+        signal("-STOP", child.id());
+        child
+    };
+    let first = stop(by_hand("0"), &|_| place.exists("state/writer.lock"));
+    let threads = |id| std::fs::read_dir(format!("/proc/{id}/task")).map_or(0, Iterator::count);
+    let second = stop(by_hand("1"), &|id| threads(id) > 1);
+    let third = by_hand("2").wait_within(Duration::from_secs(90)).unwrap();
+    let words = said(&third);
+    assert_eq!(third.status.code(), Some(6), "{words}");
+    for (rank, child) in [first, second].into_iter().enumerate() {
+        let ended = format!(
+            "a signal has stopped process {rank} of the run (pid {})",
+            child.id()
         );
+        assert!(words.contains(&ended), "{ended}: {words}");
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.signal(), Some(9), "{words}");
     }
-    signal("-STOP", first.id());
-    let second = by_hand("1").wait_within(Duration::from_secs(90)).unwrap();
-    let words = said(&second);
-    assert_eq!(second.status.code(), Some(6), "{words}");
-    let ended = format!("the process with pid {} is killed", first.id());
-    assert!(words.contains(&ended), "{words}");
-    assert_eq!(first.wait_with_output().unwrap().status.signal(), Some(9));
     wait_for_none(&place, "e.json");
 }
 

@@ -415,7 +415,11 @@ pub fn summary(path: &Path) -> Result<Summary, RuntimeError> {
 pub fn verify_all(path: &Path) -> Vec<(PathBuf, Result<Checkpoint, Vec<RuntimeError>>)> {
     let mut found = Vec::new();
     for _ in 0..TIMES {
-        let verified = |path: PathBuf| (path.clone(), verify(&path));
+        // Nothing more is read of it.
+        let verified = |path: PathBuf| {
+            let verified = verify(&path).inspect(Checkpoint::let_go);
+            (path, verified)
+        };
         found = all(path).into_iter().map(verified).collect();
         let is_there =
             |(path, verified): &(PathBuf, Result<_, _>)| verified.is_ok() || path.exists();

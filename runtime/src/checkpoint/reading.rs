@@ -7,7 +7,6 @@
 use super::manifest;
 use crate::files::open_regular;
 use std::fs::{File, TryLockError};
-use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -38,19 +37,22 @@ pub(super) fn hold(folder: &Path) -> Option<File> {
 /// Fails where somebody reads it.
 pub(super) fn end(folder: &Path) -> Result<Option<File>, IsRead> {
     let path = folder.join(manifest::NAME);
-    let lock = |file: File| match file.try_lock() {
+    let Ok(file) = open_regular(&path) else {
+        return Ok(None);
+    };
+    let file = match file.try_lock() {
+        // Servers may want a file that is open for writing.
+        Err(TryLockError::Error(_)) => match File::options().append(true).open(&path) {
+            Ok(file) => file,
+            Err(_) => return Ok(None),
+        },
+        _ => file,
+    };
+    // A lock that it has already is taken once more.
+    match file.try_lock() {
         Ok(()) => Ok(Some(file)),
         Err(TryLockError::WouldBlock) => Err(IsRead),
         Err(TryLockError::Error(_)) => Ok(None),
-    };
-    let found = open_regular(&path).ok().map_or(Ok(None), lock)?;
-    match found {
-        Some(file) => Ok(Some(file)),
-        // Servers may want a file that is open for writing.
-        None => match File::options().append(true).open(&path) {
-            Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
-            opened => opened.ok().map_or(Ok(None), lock),
-        },
     }
 }
 

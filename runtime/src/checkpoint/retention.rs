@@ -114,8 +114,11 @@ const BLOCK: u64 = 512;
 /// so that there never is a part of it under its own.
 pub(super) fn remove(folder: &Path, old: &Path) {
     // One that somebody reads goes when the next ones do.
-    let Ok(_nobody_reads) = reading::end(old) else {
+    let Ok(nobody_reads) = reading::end(old) else {
         return;
     };
-    drop(Unfinished::taken(folder, old));
+    let taken = Unfinished::taken(folder, old);
+    // Servers keep a file that is open, and its folder.
+    drop(nobody_reads);
+    drop(taken);
 }

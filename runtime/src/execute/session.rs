@@ -964,7 +964,8 @@ impl Session {
     /// Asks ranks, of which each may be asked more than once, and waits for all their answers,
     /// which are in the order of the requests. Once one has failed, those of other processes are
     /// not waited for long, as they may hang, and otherwise no longer than ranks wait for each
-    /// other. When several fail, the error is of one that explains the others.
+    /// other, or much longer where each does something alone that may take long, unless a signal has
+    /// stopped its process. When several fail, the error is of one that explains the others.
     fn ask_each(&mut self, requests: Vec<(Member, Request)>) -> Result<Vec<Reply>, RuntimeError> {
         if let Some(reason) = &self.ended {
             return Err(RuntimeError::Ended(reason.clone()));
@@ -985,7 +986,7 @@ impl Session {
             false => (false, self.watchdog.saturating_mul(ALONE)),
         };
         let mut patience = (!is_step).then(|| Patience::of(longest));
-        let mut still: BTreeMap<usize, Patience> = BTreeMap::new();
+        let (mut still, mut looked) = (BTreeMap::<usize, Patience>::new(), None::<Instant>);
         let mut lost = Vec::new();
         let mut open: Vec<usize> = (0..ranks.len()).collect();
         while !open.is_empty() {
@@ -1007,19 +1008,24 @@ impl Session {
                 false => LAST_WORDS,
             };
             // One that a signal has stopped does nothing that may take long.
-            let asked = open.iter().map(|i| ranks[*i].worker).filter(|_| !is_step);
-            let stopped: BTreeSet<usize> = asked
-                .filter(|worker| self.workers[*worker].is_stopped())
-                .collect();
-            still.retain(|worker, _| stopped.contains(worker));
-            let watchdog = self.watchdog;
-            let mut given_up = stopped;
-            given_up.retain(|worker| {
-                let of_stopped = still
-                    .entry(*worker)
-                    .or_insert_with(|| Patience::of(watchdog));
-                of_stopped.left().is_zero()
-            });
+            if !is_step && looked.is_none_or(|at| at.elapsed() >= Patience::LOOK) {
+                looked = Some(Instant::now());
+                let mut stopped: BTreeSet<usize> = open.iter().map(|i| ranks[*i].worker).collect();
+                stopped.retain(|worker| self.workers[*worker].is_stopped());
+                still.retain(|worker, _| stopped.contains(worker));
+                for worker in stopped {
+                    let watchdog = self.watchdog;
+                    still
+                        .entry(worker)
+                        .or_insert_with(|| Patience::of(watchdog));
+                }
+            }
+            let is_left =
+                |(_, of_stopped): &mut (&usize, &mut Patience)| of_stopped.left().is_zero();
+            let given_up = still
+                .iter_mut()
+                .filter_map(|mut of| is_left(&mut of).then_some(*of.0));
+            let given_up: BTreeSet<usize> = given_up.collect();
             // Whoever is first is waited for, the others are looked after.
             let mut attention = ATTENTION;
             // What a rank answers next is for the first of its requests that is open.

@@ -36,12 +36,14 @@ struct Started {
 /// Kills the processes of a run on this host that a signal has stopped, as it has ended: they cannot
 /// end by themselves.
 pub fn put_down_stopped(of: &Processes) {
-    (of.stopped_here().into_iter()).for_each(|(_, pid)| put_down_of_others(pid));
+    for (_, pid) in of.stopped_here() {
+        put_down_of_others(pid);
+    }
 }
 
 /// Kills a process of this program that somebody else has started and a signal has stopped: it
-/// cannot end by itself. Whoever is only not heard can.
-pub fn put_down_of_others(id: u32) {
+/// cannot end by itself. Whoever is only not heard can. Says whether it did.
+pub fn put_down_of_others(id: u32) -> bool {
     let program = |id: &str| std::fs::read_link(format!("/proc/{id}/exe")).ok();
     let is_ours = program("self").is_some_and(|own| program(&id.to_string()) == Some(own));
     let stat = std::fs::read_to_string(format!("/proc/{id}/stat")).unwrap_or_default();
@@ -50,13 +52,8 @@ pub fn put_down_of_others(id: u32) {
         .rsplit_once(") ")
         .is_some_and(|(_, rest)| rest.starts_with('T'));
     let id = i32::try_from(id).ok().and_then(Pid::from_raw);
-    if let Some(id) = id.filter(|_| is_ours && is_stopped) {
-        let pid = id.as_raw_pid();
-        crate::say(format_args!(
-            "note: the process with pid {pid} is killed: a signal has stopped it, so it cannot end by itself"
-        ));
-        let _ = kill_process(id, Signal::KILL);
-    }
+    let stopped = id.filter(|_| is_ours && is_stopped);
+    stopped.is_some_and(|id| kill_process(id, Signal::KILL).is_ok())
 }
 
 impl Children {

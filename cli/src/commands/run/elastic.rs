@@ -492,7 +492,7 @@ pub fn forget(args: &RunArgs) {
 /// written where it belongs.
 fn measured(args: &RunArgs) -> Option<PathBuf> {
     let folder = args.checkpoint.as_deref().filter(|_| args.elastic)?;
-    Some(folder.join("measured.json"))
+    Some(folder.join(format!("measured-{}.json", args.run.as_deref()?)))
 }
 
 /// Keeps the measurement of an elastic run whose steps are all made, before its last checkpoint says

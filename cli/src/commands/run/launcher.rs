@@ -247,14 +247,20 @@ pub fn launched(env: &dyn Fn(&str) -> Option<String>) -> Result<Option<Launched>
     }))
 }
 
-/// Kills process 0 of this process' launch where it is on this host and a signal has stopped it: before
-/// all have met nobody else would, and it cannot end by itself.
-pub fn put_down_first() {
+/// Kills the processes of this process' launch that are on this host and that a signal has stopped: before
+/// all have met nobody else would, and they cannot end by themselves.
+pub fn put_down_stopped() {
     let own = |name: &str| std::env::var(name).ok();
     let Ok(Some(run)) = launched(&own) else {
         return;
     };
     let parent = std::os::unix::process::parent_id();
+    // The arguments of a process, and where it was started.
+    let command = |process: &str| {
+        let words = std::fs::read(format!("/proc/{process}/cmdline"));
+        let place = std::fs::read_link(format!("/proc/{process}/cwd"));
+        words.ok().zip(place.ok())
+    };
     let all = std::fs::read_dir("/proc").into_iter().flatten().flatten();
     let all = all.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
     for pid in all {
@@ -269,9 +275,17 @@ pub fn put_down_first() {
             Some(String::from_utf8_lossy(value).into_owned())
         };
         let is_sibling = !run.is_of_parent || super::orphan::parent_of(pid) == Some(parent);
-        let found = launched(&of).ok().flatten();
-        if found.is_some_and(|f| f.key == run.key && f.place.index == 0 && is_sibling) {
-            super::children::put_down_of_others(pid);
+        let found = launched(&of).ok().flatten().filter(|_| is_sibling);
+        let is_of_run = |f: &Launched| f.key == run.key && f.place.of == run.place.of;
+        // Somebody may keep another run waiting that was started with the same variables.
+        let is_of_run = |f: &Launched| is_of_run(f) && command(&pid.to_string()) == command("self");
+        if let Some(found) = found.filter(is_of_run)
+            && super::children::put_down_of_others(pid)
+        {
+            crate::say(format_args!(
+                "note: a signal has stopped process {} of the run (pid {pid}) before all had met: it is killed, as it cannot end by itself",
+                found.place.index
+            ));
         }
     }
 }

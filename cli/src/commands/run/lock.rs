@@ -9,9 +9,11 @@ use crate::interrupt::{Interrupts, Made, is_at};
 use runtime::RuntimeError;
 use runtime::files::open_regular;
 use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
 use std::fs::{File, TryLockError};
 use std::io::{self, ErrorKind};
-use std::path::Path;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime};
@@ -27,6 +29,7 @@ const LOOK: Duration = Duration::from_millis(50);
 const SIGN: Duration = Duration::from_millis(500);
 /// How long others that only look whether it is taken may have it.
 const TO_BE_LOOKED_AT: Duration = Duration::from_secs(1);
+
 /// Takes the folder of checkpoints for this process 0, for as long as the run lasts: of a run that is
 /// started twice, or before its former process 0 has ended, one goes on. Who only reads there needs no
 /// lock. A folder that is not there yet is made where `makes` says so, and else nobody's: whether it
@@ -109,8 +112,10 @@ pub struct Keeping<'a> {
     interrupts: &'a Interrupts,
     /// The journal of an elastic run.
     journal: Option<Journal>,
-    /// The folder, open, so that no other one comes to have its number.
-    there: RefCell<Option<File>>,
+    /// The run of the journal that it has found there.
+    run: Option<String>,
+    /// The checkpoints there that this run has found or written.
+    known: RefCell<BTreeMap<PathBuf, Option<Facts>>>,
     /// Whether another run has begun in a folder of the same name.
     is_lost: Cell<bool>,
 }
@@ -118,13 +123,34 @@ pub struct Keeping<'a> {
 impl<'a> Keeping<'a> {
     /// Begins once the run has its folder.
     pub fn begin(folder: &'a Path, interrupts: &'a Interrupts, journal: Option<Journal>) -> Self {
-        Keeping {
+        let keeping = Keeping {
             folder,
             interrupts,
             journal,
-            there: RefCell::new(File::open(folder).ok()),
+            run: Journal::read(folder).ok().flatten().map(|j| j.run),
+            known: RefCell::default(),
             is_lost: Cell::new(false),
-        }
+        };
+        let found = runtime::checkpoint::numbered(folder);
+        found.iter().for_each(|(_, path)| keeping.knows(path));
+        keeping
+    }
+
+    /// Notes a checkpoint as one of this run.
+    pub fn knows(&self, path: &Path) {
+        let mut known = self.known.borrow_mut();
+        known.insert(path.to_path_buf(), facts(path));
+    }
+
+    /// Whether the folder has something of another run.
+    fn has_other(&self) -> bool {
+        let known = self.known.borrow();
+        let is_known = |path: &Path| known.get(path).is_some_and(|of| *of == facts(path));
+        let found = runtime::checkpoint::numbered(self.folder);
+        let is_other = |j: Option<Journal>| j.is_some_and(|j| Some(&j.run) != self.run.as_ref());
+        // One that cannot be read is not this run's.
+        Journal::read(self.folder).map_or(true, is_other)
+            || found.iter().any(|(_, path)| !is_known(path))
     }
 
     /// Sees to it that the folder is still this process' own, before something is written there. Where
@@ -171,24 +197,14 @@ impl<'a> Keeping<'a> {
         let path = self.folder.join(NAME);
         let began = Instant::now();
         while !self.is_lost.get() {
-            let there = self.there.borrow();
-            let is_same = there.as_ref().is_some_and(|f| is_at(f, self.folder));
-            drop(there);
-            let has_other = || {
-                journal::is_in(self.folder)
-                    || !runtime::checkpoint::numbered(self.folder).is_empty()
-            };
-            if !is_same && has_other() {
+            if self.has_other() {
                 break;
             }
             // Where the folder cannot be made, that is said of the checkpoint itself.
             let make = || std::fs::create_dir_all(self.folder);
             let _ = self.interrupts.makes(self.folder, make);
             match self.interrupts.making(|made| tried(&path, made)) {
-                Ok(Tried::Held) => {
-                    *self.there.borrow_mut() = File::open(self.folder).ok();
-                    return Ok(true);
-                }
+                Ok(Tried::Held) => return Ok(true),
                 Ok(Tried::WithoutLocks(_)) => return Ok(false),
                 // Others look for a moment whether it is held.
                 Ok(Tried::Taken) if began.elapsed() > TO_BE_LOOKED_AT => break,
@@ -205,6 +221,14 @@ impl<'a> Keeping<'a> {
     }
 }
 
+/// The facts that tell a checkpoint from another one of its name: number and time of its manifest.
+type Facts = (u64, SystemTime);
+
+fn facts(path: &Path) -> Option<Facts> {
+    let about = std::fs::metadata(path.join("manifest.json")).ok()?;
+    Some((about.ino(), about.modified().ok()?))
+}
+
 /// Whether there is another file of this name by now, or none. Where that cannot be seen nothing
 /// has changed.
 fn is_gone(path: &Path) -> bool {
@@ -214,17 +238,17 @@ fn is_gone(path: &Path) -> bool {
     }
 }
 
-/// The last sign of life of the process 0 that has the folder; none where none has.
+/// The last sign of life of a process 0 that has the folder, or waits for it; none where there was none.
 pub fn sign_of_life(folder: &Path) -> Option<SystemTime> {
     std::fs::metadata(folder.join(NAME)).ok()?.modified().ok()
 }
 
-/// Gives signs of life in the folder that this process 0 has, until it is dropped: until all have met,
-/// the others do not hear of it otherwise.
+/// Gives signs of life in the folder that this process 0 has or waits for, until it is dropped: until all
+/// have met, the others do not hear of it otherwise.
 pub struct Alive(Arc<AtomicBool>);
 
 impl Alive {
-    /// Begins once the folder is taken.
+    /// Begins; there are none while there is no lock.
     pub fn begin(folder: &Path) -> Self {
         let (path, is_over) = (folder.join(NAME), Arc::<AtomicBool>::default());
         let ends = Arc::clone(&is_over);

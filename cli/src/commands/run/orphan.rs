@@ -146,6 +146,7 @@ fn has(process: u32, name: &str) -> bool {
     })
 }
 
+/// The parent of a process, where the system shows it.
 pub fn parent_of(process: u32) -> Option<u32> {
     let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
     // State and parent follow the name, which is in brackets and may have any.

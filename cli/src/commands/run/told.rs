@@ -19,6 +19,8 @@ const BEHIND: &str = ".json";
 const HASH: usize = 16;
 /// How often it looks.
 const LOOK: Duration = Duration::from_millis(100);
+/// Most that counts from one look to the next.
+const PAUSE: Duration = Duration::from_secs(1);
 /// After so long it says that it waits.
 const TO_SAY: Duration = Duration::from_secs(10);
 
@@ -87,20 +89,22 @@ pub fn told(args: &RunArgs, setting: &Setting) -> Result<Option<RunArgs>, Failur
         return Ok(Some(args.clone()));
     };
     let loaded = plan_file::load(&args.plan)?;
-    let since = Instant::now();
     let patience = Duration::from_secs(args.time_out);
-    let until = since + patience.max(LEAST_TO_BE_TOLD);
-    // Nobody has the folder, or has given a sign of life there: process 0 has not come, or has come to
-    // nothing.
-    let (mut seen, mut sign) = (since, None);
+    // Time as it is seen to pass: all may have been stopped for a while.
+    let (mut waited, mut since_sign, mut looked) = (Duration::ZERO, Duration::ZERO, Instant::now());
+    let mut sign = None;
     let mut is_said = false;
     loop {
+        let passed = looked.elapsed().min(PAUSE);
+        (waited, since_sign, looked) = (waited + passed, since_sign + passed, Instant::now());
+        // Process 0 gives signs of life until it has said so.
         let signs = args.checkpoint.as_deref().and_then(lock::sign_of_life);
         if signs != sign {
-            (seen, sign) = (Instant::now(), signs);
+            (since_sign, sign) = (Duration::ZERO, signs);
         }
-        let until = until.min(seen + patience.max(LEAST_TO_JOIN));
-        if since.elapsed() > TO_SAY && !is_said {
+        let may_come =
+            waited < patience.max(LEAST_TO_BE_TOLD) && since_sign < patience.max(LEAST_TO_JOIN);
+        if waited > TO_SAY && !is_said {
             is_said = true;
             crate::say(format_args!(
                 "note: process {} waits for process 0, which says by the file {} with what it goes on",
@@ -112,13 +116,13 @@ pub fn told(args: &RunArgs, setting: &Setting) -> Result<Option<RunArgs>, Failur
         match std::fs::read(&path) {
             Ok(_) => break,
             Err(_) if journal::is_done(args, &loaded)? => return Ok(None),
-            Err(_) if Instant::now() < until => std::thread::sleep(LOOK),
+            Err(_) if may_come => std::thread::sleep(LOOK),
             Err(_) => {
                 let what = format!(
                     "process 0 did not say what it goes on with, by the file {}",
                     path.display()
                 );
-                launcher::put_down_first();
+                launcher::put_down_stopped();
                 let help = "see its messages, if it was refused; the folder of --checkpoint must be one that all hosts have";
                 return Err(Failure::new(Exit::RunFailed, what).help(help));
             }

@@ -83,6 +83,76 @@ fn counted() -> (Session, Counts, ir::training::TrainingGraph, TrainSpec) {
     (session, counts, training, spec)
 }
 
+/// A process that never answers, as a signal has stopped it for some of the first looks.
+struct Stopped {
+    worker: Box<dyn Link>,
+    /// Looks for which it is stopped.
+    looks: usize,
+    looked: AtomicUsize,
+    /// Whether it answers once it goes on.
+    answers: bool,
+}
+
+impl Link for Stopped {
+    fn tell(&mut self, rank: Rank, request: Request) {
+        self.worker.tell(rank, request);
+    }
+    fn hear(&mut self, rank: Rank, patience: Duration) -> Option<Answer> {
+        match self.answers && self.looked.load(Ordering::Relaxed) >= self.looks {
+            true => self.worker.hear(rank, patience),
+            false => {
+                std::thread::sleep(patience);
+                None
+            }
+        }
+    }
+    fn silent(&self, rank: Rank) -> Option<RuntimeError> {
+        Some(RuntimeError::Gone {
+            rank,
+            process: 1,
+            pid: 1,
+            host: "here".into(),
+            how: "it does not answer".into(),
+            is_silent: true,
+        })
+    }
+    fn is_stopped(&self) -> bool {
+        self.looked.fetch_add(1, Ordering::Relaxed) < self.looks
+    }
+}
+
+/// Ranks have long for what each does alone; one whose process a signal has stopped does nothing, and
+/// has no longer than in a step. One that goes on in time is waited for.
+#[test]
+fn stopped_processes_are_not_waited_for_long() {
+    let asked = |looks: usize, answers: bool| {
+        let (mut session, ..) = counted();
+        session.watchdog = Duration::from_secs(1);
+        let workers = std::mem::take(&mut session.workers).into_iter();
+        let stopped = workers.map(|worker| {
+            let looked = AtomicUsize::new(0);
+            Box::new(Stopped {
+                worker,
+                looks,
+                looked,
+                answers,
+            }) as Box<dyn Link>
+        });
+        session.workers = stopped.collect();
+        let began = Instant::now();
+        (session.check_replicas(), began.elapsed())
+    };
+    let (checked, took) = asked(usize::MAX, false);
+    assert!(
+        matches!(checked, Err(RuntimeError::Gone { .. })),
+        "{checked:?}"
+    );
+    let longest = Duration::from_secs(1) * ALONE;
+    assert!(took >= Duration::from_secs(1) && took < longest, "{took:?}");
+    let (checked, took) = asked(2, true);
+    assert!(checked.is_ok(), "{checked:?} after {took:?}");
+}
+
 /// Each part of each state took one by itself, so that a start with 200 ms of delay took 20 s.
 #[test]
 fn initial_states_take_one_round_trip() {
