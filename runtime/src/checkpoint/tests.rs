@@ -305,7 +305,8 @@ fn a_checkpoint_that_is_read_stays() {
     let left = || numbered(dir.path()).into_iter().map(|(n, _)| n);
     let first = make("0001-step-10");
     let read = verify(&first).unwrap();
-    (make("0002-step-20"), make("0003-step-30"));
+    make("0002-step-20");
+    make("0003-step-30");
     prune(dir.path(), 1, &Whole::default());
     assert_eq!(left().collect::<Vec<_>>(), [1, 3]);
     read.let_go();
