@@ -206,7 +206,7 @@ fn run_as(
         }
         gathered => gathered.inspect_err(|_| {
             if let Setting::Launched(_) = setting {
-                launcher::put_down_stopped();
+                launcher::put_down_stopped(args.time_out);
             }
         })?,
     };
@@ -352,10 +352,13 @@ fn run_as(
         };
         // One that was due after the last step is the same.
         let step = session.step_number();
+        let is_there = |path: &Path| {
+            look().is_ok() && keeping.as_ref().is_some_and(|keeping| keeping.has(path))
+        };
         let there = so_far
             .written
             .last()
-            .filter(|(path, of)| *of == step && path.exists());
+            .filter(|(path, of)| *of == step && is_there(path));
         let saved = match there {
             Some((path, _)) => Ok(path.clone()),
             None => of.save(&mut session),
@@ -497,9 +500,14 @@ fn serve(
         // a launcher.
         match setting {
             Setting::Started(_) => {
-                children::put_down_of_others(std::os::unix::process::parent_id());
+                let first = std::os::unix::process::parent_id();
+                if children::put_down_of_others(first) {
+                    crate::say(format_args!(
+                        "note: a signal has stopped process 0 of the run (pid {first}) before all had met: it is killed, as it cannot end by itself"
+                    ));
+                }
             }
-            Setting::Launched(_) => launcher::put_down_stopped(),
+            Setting::Launched(_) => launcher::put_down_stopped(args.time_out),
             _ => {}
         }
     })?;

@@ -572,7 +572,10 @@ fn an_elastic_run_is_done_when_all_is_written() {
     assert_eq!(n_steps, 600, "{measured}");
     let left = place.names_in("state");
     assert!(!left.iter().any(|n| n.starts_with("measured")), "{left:?}");
+    // Of one that was killed as it was done.
+    place.write("state/measured-0f.json", "{}");
     let done = place.run(&args).expect(0);
+    assert!(!place.exists("state/measured-0f.json"));
     assert!(
         done.err.contains("is done, and nothing is left to do"),
         "{}",

@@ -1025,7 +1025,9 @@ impl Session {
             let given_up = still
                 .iter_mut()
                 .filter_map(|mut of| is_left(&mut of).then_some(*of.0));
-            let given_up: BTreeSet<usize> = given_up.collect();
+            let mut given_up: BTreeSet<usize> = given_up.collect();
+            // It may just have gone on.
+            given_up.retain(|worker| self.workers[*worker].is_stopped());
             // Whoever is first is waited for, the others are looked after.
             let mut attention = ATTENTION;
             // What a rank answers next is for the first of its requests that is open.

@@ -483,16 +483,28 @@ pub fn again(args: &RunArgs, continued: &Continued) -> Result<Command, Failure> 
 /// Removes the file with what had changed, once the run is done: nobody goes on with it any more.
 pub fn forget(args: &RunArgs) {
     let _ = std::fs::remove_file(file(args));
-    if let Some(path) = measured(args) {
-        let _ = std::fs::remove_file(path);
+    // Those of earlier runs, too: the folder is this one's.
+    let folder = args.checkpoint.as_deref().filter(|_| args.elastic);
+    let entries = folder.and_then(|folder| std::fs::read_dir(folder).ok());
+    for entry in entries.into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let run = name
+            .to_str()
+            .and_then(|n| n.strip_prefix(MEASURED)?.strip_suffix(".json"));
+        if run.is_some_and(|run| run.bytes().all(|b| b.is_ascii_hexdigit())) {
+            let _ = std::fs::remove_file(entry.path());
+        }
     }
 }
+
+/// The beginning of the name of a file with a run's measurement.
+const MEASURED: &str = "measured-";
 
 /// The file in the folder of checkpoints that has the measurement of an elastic run until that is
 /// written where it belongs.
 fn measured(args: &RunArgs) -> Option<PathBuf> {
     let folder = args.checkpoint.as_deref().filter(|_| args.elastic)?;
-    Some(folder.join(format!("measured-{}.json", args.run.as_deref()?)))
+    Some(folder.join(format!("{MEASURED}{}.json", args.run.as_deref()?)))
 }
 
 /// Keeps the measurement of an elastic run whose steps are all made, before its last checkpoint says

@@ -179,6 +179,12 @@ impl Journal {
                     return Err(Failure::new(Exit::BadInput, what));
                 }
             });
+            if runtime::checkpoint::is_left(folder) && !is_in(folder) {
+                crate::say(format_args!(
+                    "warning: {} is removed: no journal says of which run the states are that ranks have left there",
+                    runtime::checkpoint::place_of_left(folder).display()
+                ));
+            }
             runtime::checkpoint::forget(folder);
             journal.write(folder)
         })?;

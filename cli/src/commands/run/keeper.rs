@@ -172,13 +172,21 @@ fn names(all: &[Lost]) -> Option<String> {
 
 /// Fails where nothing is left that could go on.
 pub fn may_go_on(folder: &Path, lost: &str, n_lost: usize) -> Result<(), Failure> {
-    let why = match Journal::read(folder)? {
+    let (why, help) = match Journal::read(folder)? {
         Some(journal) if journal.processes > n_lost => return Ok(()),
-        Some(_) => "no other process is left",
-        None => "the run had not begun",
+        Some(_) => (
+            "no other process is left",
+            "the same command goes on from the newest checkpoint, where there is one".to_string(),
+        ),
+        None => (
+            "the run has no journal: it had not begun, or somebody has removed its folder or what is there",
+            format!(
+                "the same command begins it anew; with --resume {} it goes on from the newest checkpoint that is there",
+                folder.display()
+            ),
+        ),
     };
     let what = format!("{lost}, and {why}");
-    let help = "the same command goes on from the newest checkpoint, where there is one";
     Err(Failure::new(Exit::RunFailed, what).help(help))
 }
 

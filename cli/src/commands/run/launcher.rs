@@ -1,8 +1,10 @@
 //! Which process of how many this one is, by the variables that launchers set.
 
+use super::{among, children, orphan};
 use crate::failure::{Exit, Failure};
 use runtime::processes::Place;
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 /// The facts that a launcher states.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -248,23 +250,20 @@ pub fn launched(env: &dyn Fn(&str) -> Option<String>) -> Result<Option<Launched>
 }
 
 /// Kills the processes of this process' launch that are on this host and that a signal has stopped: before
-/// all have met nobody else would, and they cannot end by themselves.
-pub fn put_down_stopped() {
+/// all have met nobody else would, and they cannot end by themselves. They have started within the time
+/// in which all have to, in seconds; where another one has this process' number as well, two runs were
+/// started with the same variables, and nobody is killed.
+pub fn put_down_stopped(time_out: u64) {
     let own = |name: &str| std::env::var(name).ok();
-    let Ok(Some(run)) = launched(&own) else {
+    let me = std::process::id();
+    let (Ok(Some(run)), Some(begun)) = (launched(&own), orphan::started(me)) else {
         return;
     };
     let parent = std::os::unix::process::parent_id();
-    // The arguments of a process, and where it was started.
-    let command = |process: &str| {
-        let words = std::fs::read(format!("/proc/{process}/cmdline"));
-        let place = std::fs::read_link(format!("/proc/{process}/cwd"));
-        words.ok().zip(place.ok())
-    };
-    let all = std::fs::read_dir("/proc").into_iter().flatten().flatten();
-    let all = all.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    for pid in all {
-        let variables = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+    let apart = Duration::from_secs(time_out).max(among::LEAST_TO_JOIN);
+    let place = |pid: u32| std::fs::read_link(format!("/proc/{pid}/cwd")).ok();
+    let sibling = |pid: u32| {
+        let variables = std::fs::read(format!("/proc/{pid}/environ")).ok()?;
         let variables: BTreeMap<&[u8], &[u8]> = variables
             .split(|byte| *byte == 0)
             .filter_map(|v| Some((v.split(|b| *b == b'=').next()?, v)))
@@ -274,17 +273,24 @@ pub fn put_down_stopped() {
             let value = variable.strip_prefix(name.as_bytes())?.strip_prefix(b"=")?;
             Some(String::from_utf8_lossy(value).into_owned())
         };
-        let is_sibling = !run.is_of_parent || super::orphan::parent_of(pid) == Some(parent);
-        let found = launched(&of).ok().flatten().filter(|_| is_sibling);
-        let is_of_run = |f: &Launched| f.key == run.key && f.place.of == run.place.of;
-        // Somebody may keep another run waiting that was started with the same variables.
-        let is_of_run = |f: &Launched| is_of_run(f) && command(&pid.to_string()) == command("self");
-        if let Some(found) = found.filter(is_of_run)
-            && super::children::put_down_of_others(pid)
-        {
+        let found = launched(&of).ok()??;
+        let is_of_run = found.key == run.key
+            && found.place.of == run.place.of
+            && (!run.is_of_parent || orphan::parent_of(pid) == Some(parent))
+            && orphan::started(pid)?.abs_diff(begun) <= apart
+            && place(pid) == place(me);
+        is_of_run.then_some((pid, found.place.index))
+    };
+    let all = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    let all = all.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    let siblings: Vec<(u32, usize)> = all.filter(|pid| *pid != me).filter_map(sibling).collect();
+    if siblings.iter().any(|(_, index)| *index == run.place.index) {
+        return;
+    }
+    for (pid, index) in siblings {
+        if children::put_down_of_others(pid) {
             crate::say(format_args!(
-                "note: a signal has stopped process {} of the run (pid {pid}) before all had met: it is killed, as it cannot end by itself",
-                found.place.index
+                "note: a signal has stopped process {index} of the run (pid {pid}) before all had met: it is killed, as it cannot end by itself"
             ));
         }
     }

@@ -142,15 +142,30 @@ impl<'a> Keeping<'a> {
         known.insert(path.to_path_buf(), facts(path));
     }
 
+    /// Whether a checkpoint is one of this run, and as it was.
+    pub fn has(&self, path: &Path) -> bool {
+        let now = facts(path);
+        let known = self.known.borrow();
+        now.is_some() && known.get(path).is_some_and(|of| *of == now)
+    }
+
     /// Whether the folder has something of another run.
     fn has_other(&self) -> bool {
-        let known = self.known.borrow();
-        let is_known = |path: &Path| known.get(path).is_some_and(|of| *of == facts(path));
+        let journal = Journal::read(self.folder);
+        let is_other = match &journal {
+            Ok(found) => found
+                .as_ref()
+                .is_some_and(|j| Some(&j.run) != self.run.as_ref()),
+            // One that is there and cannot be read is not this run's.
+            Err(_) => journal::is_in(self.folder),
+        };
+        // Of one that is being removed the manifest may have gone first.
+        let is_whole = |path: &Path| facts(path).is_some();
         let found = runtime::checkpoint::numbered(self.folder);
-        let is_other = |j: Option<Journal>| j.is_some_and(|j| Some(&j.run) != self.run.as_ref());
-        // One that cannot be read is not this run's.
-        Journal::read(self.folder).map_or(true, is_other)
-            || found.iter().any(|(_, path)| !is_known(path))
+        is_other
+            || found
+                .iter()
+                .any(|(_, path)| is_whole(path) && !self.has(path))
     }
 
     /// Sees to it that the folder is still this process' own, before something is written there. Where
@@ -197,7 +212,11 @@ impl<'a> Keeping<'a> {
         let path = self.folder.join(NAME);
         let began = Instant::now();
         while !self.is_lost.get() {
-            if self.has_other() {
+            // Somebody may be removing it.
+            if self.has_other() && {
+                std::thread::sleep(LOOK);
+                self.has_other()
+            } {
                 break;
             }
             // Where the folder cannot be made, that is said of the checkpoint itself.

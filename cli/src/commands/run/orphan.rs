@@ -148,10 +148,21 @@ fn has(process: u32, name: &str) -> bool {
 
 /// The parent of a process, where the system shows it.
 pub fn parent_of(process: u32) -> Option<u32> {
+    behind_name(process, 1)?.try_into().ok()
+}
+
+/// How long after the system a process was started, where the system shows it.
+pub fn started(process: u32) -> Option<Duration> {
+    // The system's ticks, of which Linux shows a hundred a second.
+    behind_name(process, 19).map(|ticks| Duration::from_millis(10 * ticks))
+}
+
+/// A number that the system shows of a process, by its place behind the state, which follows the name.
+fn behind_name(process: u32, place: usize) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
-    // State and parent follow the name, which is in brackets and may have any.
+    // The name is in brackets and may have any.
     let (_, rest) = stat.rsplit_once(") ")?;
-    rest.split(' ').nth(1)?.parse().ok()
+    rest.split(' ').nth(place)?.parse().ok()
 }
 
 /// Waits until the launcher has ended, and asks this process to end its run then, and process 0 to

@@ -122,7 +122,7 @@ pub fn told(args: &RunArgs, setting: &Setting) -> Result<Option<RunArgs>, Failur
                     "process 0 did not say what it goes on with, by the file {}",
                     path.display()
                 );
-                launcher::put_down_stopped();
+                launcher::put_down_stopped(args.time_out);
                 let help = "see its messages, if it was refused; the folder of --checkpoint must be one that all hosts have";
                 return Err(Failure::new(Exit::RunFailed, what).help(help));
             }
