@@ -250,9 +250,9 @@ pub fn launched(env: &dyn Fn(&str) -> Option<String>) -> Result<Option<Launched>
 }
 
 /// Kills the processes of this process' launch that are on this host and that a signal has stopped: before
-/// all have met nobody else would, and they cannot end by themselves. They have started within the time
-/// in which all have to, in seconds; where another one has this process' number as well, two runs were
-/// started with the same variables, and nobody is killed.
+/// all have met nobody else would, and they cannot end by themselves. They have the same arguments and
+/// were started within the time in which all have to be, in seconds; where another one has this process'
+/// number as well, two runs were started with the same variables, and nobody is killed.
 pub fn put_down_stopped(time_out: u64) {
     let own = |name: &str| std::env::var(name).ok();
     let me = std::process::id();
@@ -262,6 +262,18 @@ pub fn put_down_stopped(time_out: u64) {
     let parent = std::os::unix::process::parent_id();
     let apart = Duration::from_secs(time_out).max(among::LEAST_TO_JOIN);
     let place = |pid: u32| std::fs::read_link(format!("/proc/{pid}/cwd")).ok();
+    // A process 0 that goes on with a run has other arguments than it was given.
+    let command = |pid: u32| {
+        let words = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+        let goes_on = |word: &[u8]| word.starts_with(b"--continued");
+        let is_given = !words.split(|byte| *byte == 0).any(goes_on);
+        is_given.then_some(words)
+    };
+    let (my_place, my_command) = (place(me), command(me));
+    let is_same = |pid: u32| match (command(pid), &my_command) {
+        (Some(its), Some(mine)) => its == *mine,
+        _ => true,
+    };
     let sibling = |pid: u32| {
         let variables = std::fs::read(format!("/proc/{pid}/environ")).ok()?;
         let variables: BTreeMap<&[u8], &[u8]> = variables
@@ -278,7 +290,8 @@ pub fn put_down_stopped(time_out: u64) {
             && found.place.of == run.place.of
             && (!run.is_of_parent || orphan::parent_of(pid) == Some(parent))
             && orphan::started(pid)?.abs_diff(begun) <= apart
-            && place(pid) == place(me);
+            && place(pid) == my_place
+            && is_same(pid);
         is_of_run.then_some((pid, found.place.index))
     };
     let all = std::fs::read_dir("/proc").into_iter().flatten().flatten();
