@@ -174,8 +174,11 @@ fn look(line: &Line, index: usize, known: &OnceLock<Ending>) {
     say_last(format!(
         "the launcher of process {index} has ended: the run ends as by an interrupt"
     ));
+    // Process 0 hears of the launcher first, and then that this process was interrupted.
+    let first = known.get().filter(|_| index > 0);
+    first.iter().for_each(|ending| ending.ask(Reason::Orphaned));
     interrupt_itself();
-    if index == 0 {
+    if index == 0 || first.is_some() {
         return;
     }
     loop {
