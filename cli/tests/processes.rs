@@ -32,6 +32,17 @@ fn command(place: &Place, args: &[&str]) -> Command {
     command
 }
 
+/// A process as a launcher starts it on this host: its number of so many, and the port of its run.
+fn launched_one(place: &Place, args: &[&str], (rank, of): (&str, &str), port: &str) -> Running {
+    command(place, args)
+        .envs([("RANK", rank), ("WORLD_SIZE", of), ("LOCAL_WORLD_SIZE", of)])
+        .envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)])
+        .env("TMPDIR", place.path("."))
+        .env_remove("XDG_RUNTIME_DIR")
+        .begin()
+        .unwrap()
+}
+
 fn run_json(place: &Place, name: &str) -> Value {
     serde_json::from_slice(&place.read(name)).unwrap()
 }
@@ -807,19 +818,8 @@ fn launched_processes_that_are_killed_at_once_are_all_named() {
         place.run(&[&compile[..], &pins].concat()).expect(0);
         let long = ["--steps", "100000000", "--record", "records"];
         let args = [&RUN[..], &long, &["-o", "launched.json"]].concat();
-        let mut started = ["0", "1", "2", "3", "4"].map(|rank| {
-            command(&place, &args)
-                .envs([
-                    ("RANK", rank),
-                    ("WORLD_SIZE", "5"),
-                    ("LOCAL_WORLD_SIZE", "5"),
-                ])
-                .envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29527")])
-                .env("TMPDIR", place.path("."))
-                .env_remove("XDG_RUNTIME_DIR")
-                .begin()
-                .unwrap()
-        });
+        let mut started =
+            ["0", "1", "2", "3", "4"].map(|rank| launched_one(&place, &args, (rank, "5"), "29527"));
         let ids = victims.iter().map(|rank| process_of(&place, *rank));
         let ids: Vec<String> = ids.map(|id| id.to_string()).collect();
         let killed = Command::new("kill").arg("-9").args(&ids).status();
@@ -880,19 +880,7 @@ fn stopped_processes_are_named_and_nobody_is_left() {
             "records",
         ];
         let args = [&RUN[..], &long, &["-o", "stopped.json"]].concat();
-        let by_hand = |rank: &str| {
-            command(&place, &args)
-                .envs([
-                    ("RANK", rank),
-                    ("WORLD_SIZE", "4"),
-                    ("LOCAL_WORLD_SIZE", "4"),
-                ])
-                .envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29528")])
-                .env("TMPDIR", place.path("."))
-                .env_remove("XDG_RUNTIME_DIR")
-                .begin()
-                .unwrap()
-        };
+        let by_hand = |rank: &str| launched_one(&place, &args, (rank, "4"), "29528");
         let started: Vec<Running> = match launched {
             true => ["0", "1", "2", "3"].map(by_hand).into(),
             false => {

@@ -334,11 +334,18 @@ fn run_as(
         Ok(()) => written.push(what),
         Err(failure) => failed.push(failure),
     };
-    let text = document::to_json(&measurement)?;
-    let write_measurement = || outputs::write_atomic(&args.output, text.as_bytes());
+    let text = document::to_json(&measurement);
+    let write_measurement = || match &text {
+        Ok(text) => outputs::write_atomic(&args.output, text.as_bytes()),
+        Err(failure) => Err(Failure::new(failure.exit(), failure)),
+    };
     // Whoever finds all steps made has not measured them.
-    if !is_end && measurement.steps.len() as u64 == args.steps && look().is_ok() {
-        elastic::keep_measurement(args, &text);
+    let has_all = !is_end && measurement.steps.len() as u64 == args.steps;
+    if let Ok(text) = &text
+        && has_all
+        && look().is_ok()
+    {
+        elastic::keep_measurement(args, text);
     }
     if let Some(folder) = args.checkpoint.as_ref().filter(|_| !is_end) {
         let graph = &loaded.plan.graph;

@@ -595,19 +595,7 @@ fn processes_of_a_launcher_that_are_stopped_early_are_ended() {
     std::fs::create_dir(place.path("state")).unwrap();
     let more = ["state", "--time-out", "2", "-o", "e.json"];
     let args = [&RUN[..], &ELASTIC, &more].concat();
-    let by_hand = |rank: &str| {
-        command(&place, &args)
-            .envs([
-                ("RANK", rank),
-                ("WORLD_SIZE", "3"),
-                ("LOCAL_WORLD_SIZE", "3"),
-            ])
-            .envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29531")])
-            .env("TMPDIR", place.path("."))
-            .env_remove("XDG_RUNTIME_DIR")
-            .begin()
-            .unwrap()
-    };
+    let by_hand = |rank: &str| launched_one(&place, &args, (rank, "3"), "29531");
     let since = Instant::now();
     let stop = |child: Running, is_ready: &dyn Fn(u32) -> bool| {
         while !is_ready(child.id()) {

@@ -842,12 +842,18 @@ fn replicated() -> (Case, Program) {
     cases.find(|(_, p)| kept_by_all(p).is_some()).unwrap()
 }
 
-#[test]
-fn a_turned_bit_of_a_replica_is_found() {
+/// A session of replicated states after a step, with its program.
+fn stepped() -> (Session, Program) {
     let (case, program) = replicated();
     let initial = |r: StateRequest<'_>| Ok(case.initial(r.path, r.role, r.lens));
     let mut session = Session::new(&program, &case.spec, OPTIONS, initial).unwrap();
     session.step(&case.batches[0], 0.1, false).unwrap();
+    (session, program)
+}
+
+#[test]
+fn a_turned_bit_of_a_replica_is_found() {
+    let (mut session, program) = stepped();
     session.check_replicas().unwrap();
     let state = kept_by_all(&program).unwrap();
     session.turn_bit(Rank(1), state, 3).unwrap();
@@ -867,10 +873,7 @@ fn a_turned_bit_of_a_replica_is_found() {
 /// checkpoint is made of them where they are compared.
 #[test]
 fn turned_bits_are_not_rescued() {
-    let (case, program) = replicated();
-    let initial = |r: StateRequest<'_>| Ok(case.initial(r.path, r.role, r.lens));
-    let mut session = Session::new(&program, &case.spec, OPTIONS, initial).unwrap();
-    session.step(&case.batches[0], 0.1, false).unwrap();
+    let (mut session, program) = stepped();
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path();
     let rescue = |session: &mut Session, compares| {
@@ -895,10 +898,7 @@ fn turned_bits_are_not_rescued() {
 /// have after that, and the checkpoint gets its name last.
 #[test]
 fn turned_bits_are_not_saved() {
-    let (case, program) = replicated();
-    let initial = |r: StateRequest<'_>| Ok(case.initial(r.path, r.role, r.lens));
-    let mut session = Session::new(&program, &case.spec, OPTIONS, initial).unwrap();
-    session.step(&case.batches[0], 0.1, false).unwrap();
+    let (mut session, program) = stepped();
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path();
     let of = saving(folder, true);
